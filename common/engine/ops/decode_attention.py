@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
+from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, choose_division, size_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
@@ -121,8 +121,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
-    out_ptr,  # [B, HEADS, D], or if SPLIT float32 [B, HEADS, splits, D]
-    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output is not written
+    out_ptr,  # [B, HEADS, D]
+    part_ptr,  # this and the next two: see `store_part`
+    lse_ptr,
+    ended_ptr,
     query_stride,
     table_stride,
     window,
@@ -135,11 +137,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
+    JOINED: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GRANULE: tl.constexpr,  # parts are multiples of this many keys
+    GRANULE: tl.constexpr,  # this and the next two: see key_parts
+    LIVE_ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Each program computes one part of one request's keys, for all query heads of one KV head."""
@@ -150,7 +155,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    part = tl.cdiv(tl.cdiv(length - begin, splits), GRANULE) * GRANULE
+    part = size_of_part(length - begin, splits, GRANULE, BLOCK_N)
+    used = tl.maximum(tl.cdiv(length - begin, part), 1)
     begin += split * part
     end = tl.minimum(begin + part, length)
 
@@ -188,15 +194,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     if EIGHT_BITS:
         result *= value_scale
         dim = spread(dim, BLOCK_D)
-        inside = (dim < D)[None, :]
-    stored = (row < GROUP)[:, None] & inside
-    line = (request * HEADS + head) * splits + split
-    if not SPLIT:
-        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=stored)
-    else:
-        if begin < end:
-            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=stored)
-        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
+    lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
+    ended = ended_ptr + request * KV_HEADS + kv_head
+    store_part(
+        *(result, lse, dim, request * HEADS + kv_head * GROUP, 0, GROUP, split, used, splits),
+        *(out_ptr, part_ptr, lse_ptr, ended),
+        *(SPLIT, JOINED, HEADS, GROUP, D, ROWS, BLOCK_D, LIVE_ROWS, TOGETHER),
+    )
 
 
 def decode_triton(
@@ -213,7 +217,7 @@ def decode_triton(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros."""
+    """Split over keys (flash-decoding). A padding row (length 0) yields zeros."""
     batch, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
@@ -230,12 +234,13 @@ def decode_triton(
         return out
     keys = max_seq_len if window is None else min(max_seq_len, window)
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
-    division = division or choose_division(batch * kv_heads, keys, head_bytes, processors)
-    splits, rows = division.splits, max(next_power_of_2(heads // kv_heads), 16)
+    group = heads // kv_heads
+    division = division or choose_division(batch * kv_heads, group, keys, head_bytes, processors)
+    splits, rows = division.splits, max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
         rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device), rows
     )
-    parts = KeyParts(batch * heads, splits, out)
+    parts = KeyParts(batch * kv_heads, group, division, out)
     block_d = max(next_power_of_2(head_dim), 16)
     _decode_kernel[(kv_heads, splits, batch)](
         query,
@@ -243,8 +248,8 @@ def decode_triton(
         value_plane,
         page_table,
         seq_lens,
-        parts.outputs,
-        parts.lse,
+        out,
+        *parts.arguments,
         query.stride(0),
         page_table.stride(0),
         window or 0,
@@ -256,12 +261,11 @@ def decode_triton(
         KV_HEADS=kv_heads,
         D=head_dim,
         EIGHT_BITS=key_plane.dtype is FP8,
-        SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
         BLOCK_D=block_d,
         BLOCK_N=block_keys,
-        GRANULE=GRANULE,
+        **parts.constants,
         num_warps=num_warps,
         num_stages=division.stages,
         **chained(query.device),

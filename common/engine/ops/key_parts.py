@@ -1,7 +1,12 @@
-"""Attention whose keys are divided among programs (flash-decoding): the number of parts, and their combination."""
+"""Attention whose keys are divided among programs (flash-decoding): the number of parts, and their sum.
+
+The sum of few parts is computed by the last program of a tile to end, that of more parts by a kernel of its own, whose
+many programs read them faster than one does (H200: tests/bench/NOTES.md).
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +16,7 @@ from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
+    kernel,
     kernel_with_varying,
     next_power_of_2,
     tl,
@@ -24,6 +30,10 @@ PROGRAMS_PER_PROCESSOR = 3
 # Over pages in eight bits, for fewer programs than the first number: programs per processor, keys per step, stages.
 EIGHT_BITS_DIVISIONS = ((16, 2, 64, 5), (64, 2, 64, 4), (256, 3, 64, 5), (397, 1, 128, 3))
 SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
+MOST_JOINED = 48  # rows of a tile times parts that its last program adds up
+ROWS_TOGETHER, MOST_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
+SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block
+MAX_TILES = 4096  # whose programs can be counted
 LOG2_E = 1.4426950408889634
 
 
@@ -34,22 +44,34 @@ class Division(NamedTuple):
     keys: int  # per step
     stages: int
 
+    def is_joined(self, rows: int) -> bool:
+        """Return whether the last program of a tile of `rows` rows adds up its parts."""
+        return 1 < self.splits <= MOST_JOINED // rows
 
-def choose_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
-    """Choose from host bounds only, so that a graph's grid serves every length. `programs`: their number without
-    splits.
+
+def choose_division(programs: int, rows: int, max_keys: int, head_bytes: int, processors: int) -> Division:
+    """Choose from host bounds only, so that a graph's grid serves every length.
 
     Up to three programs per processor, each loading as many keys at once as shared memory holds, are better than more
-    programs; if there are more even without a division, loading fewer at once is better (H200: tests/bench/NOTES.md).
+    programs. Fewer keys at once are better if there are more programs even without a division, or many parts of few
+    rows (H200: tests/bench/NOTES.md).
+
+    Args:
+        programs: their number without splits.
+        rows: tokens times query heads of one KV head in one tile.
     """
     most = PROGRAMS_PER_PROCESSOR * processors
     splits = max(1, min(most // programs, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS))
     if head_bytes > MEASURED_HEAD_BYTES:
         return Division(splits, BLOCK_KEYS, 2)
-    return Division(splits, 2 * BLOCK_KEYS, 2) if programs <= most else Division(1, BLOCK_KEYS, 3)
+    wide = Division(splits, 2 * BLOCK_KEYS, 2)
+    several = splits > 1 and programs >= SHORT_STEPS >= rows and not wide.is_joined(rows)
+    return Division(splits, BLOCK_KEYS, 3) if programs > most or several else wide
 
 
-def choose_eight_bits_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
+def choose_eight_bits_division(
+    programs: int, rows: int, max_keys: int, head_bytes: int, processors: int
+) -> Division:
     """Do as `choose_division` for verification over pages in eight bits (H200: tests/bench/NOTES.md).
 
     More programs than were measured, and larger heads, take the division of wider pages.
@@ -58,7 +80,95 @@ def choose_eight_bits_division(programs: int, max_keys: int, head_bytes: int, pr
         if programs < limit and head_bytes <= MEASURED_HEAD_BYTES:
             most = per_processor * processors // programs
             return Division(max(1, min(most, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS)), keys, stages)
-    return choose_division(programs, max_keys, head_bytes, processors)
+    return choose_division(programs, rows, max_keys, head_bytes, processors)
+
+
+@kernel
+def size_of_part(length, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the keys per part of `length` keys: at least one step, so that short requests have fewer parts."""
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), GRANULE) * GRANULE, BLOCK_N)
+
+
+@kernel
+def store_part(  # type: ignore[no-untyped-def]
+    result,  # [ROWS, BLOCK_D] float32, whose column i is column dim[i] of the output
+    lse,  # [ROWS] float32, base 2; -inf: the row sees none of this part's keys
+    dim,  # [BLOCK_D]
+    base,  # int64: the row of the output of the first token's first head of this KV head
+    first,  # the first of the tile's rows, which are tokens times GROUP heads
+    count,  # such rows in all
+    split,
+    used,  # parts that have keys, at least 1: the first ones
+    splits,
+    out_ptr,  # [lines, D]
+    part_ptr,  # [lines, splits, D] float32; used if SPLIT
+    lse_ptr,  # [lines, splits] float32; used if SPLIT
+    ended_ptr,  # int32: programs of this tile that have ended; zero before and after; used if JOINED
+    SPLIT: tl.constexpr,  # more than one part
+    JOINED: tl.constexpr,  # the tile's last program adds up the parts
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one KV head
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LIVE_ROWS: tl.constexpr,  # ROWS without the padding for the matrix units
+    TOGETHER: tl.constexpr,  # parts that are read at once
+):
+    """End a program of attention: store the result, or that of a part, and the sum of all parts if it is the last."""
+    row = first + tl.arange(0, ROWS)
+    line = base + (row // GROUP) * HEADS + row % GROUP
+    stored = (row < count)[:, None] & (dim < D)[None, :]
+    whole = out_ptr + line[:, None] * D + dim[None, :]
+    place = line * splits + split
+    if not SPLIT:
+        tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored)
+    elif not JOINED:
+        tl.store(lse_ptr + place, lse, mask=row < count)
+        tl.store(part_ptr + place[:, None] * D + dim[None, :], result, mask=stored & (split < used))
+    elif used == 1:
+        tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored & (split == 0))
+    elif split < used:
+        tl.store(lse_ptr + place, lse, mask=row < count)
+        tl.store(part_ptr + place[:, None] * D + dim[None, :], result, mask=stored)
+        tl.debug_barrier()  # all threads have stored before one of them counts this program
+        ended = tl.atomic_add(ended_ptr, 1, sem="acq_rel")
+        if ended == used - 1:
+            tl.store(ended_ptr, 0)
+            _add_parts(
+                *(base, first, count, used, splits, out_ptr, part_ptr, lse_ptr),
+                *(HEADS, GROUP, D, LIVE_ROWS, BLOCK_D, TOGETHER),
+            )
+
+
+@kernel
+def _add_parts(  # type: ignore[no-untyped-def]
+    base, first, count, used, splits, out_ptr, part_ptr, lse_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a tile. Other multiprocessors wrote them, so no cache of this one is read."""
+    row, dim = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    line = base + (row // GROUP) * HEADS + row % GROUP
+    live = row < count
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for begin in range(0, used, TOGETHER):
+        for each in tl.static_range(TOGETHER):
+            place = line * splits + begin + each
+            there = live & (begin + each < used)
+            read = there[:, None] & (dim < D)[None, :]
+            lse = tl.load(lse_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+            part = part_ptr + place[:, None] * D + dim[None, :]
+            part = tl.load(part, mask=read, other=0.0, cache_modifier=".cg")
+            new_most = tl.maximum(most, lse)
+            shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+            weight, shrink = tl.exp2(lse - shift), tl.exp2(most - shift)
+            total = total * shrink + weight
+            out = out * shrink[:, None] + part * weight[:, None]
+            most = new_most
+    out /= tl.where(total > 0.0, total, 1.0)[:, None]
+    whole = out_ptr + line[:, None] * D + dim[None, :]
+    tl.store(whole, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
 
 
 @kernel_with_varying("splits")
@@ -85,36 +195,63 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
-class KeyParts:
-    """Partial results of the programs of one call, for `combine`: each part's output and the base-2 log of its sum.
+@functools.cache
+def _ended_programs(device: torch.device) -> Tensor:
+    """Return the counts that all calls on a device share. Calls on two streams at once would count each other's."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention must run once before the first graph is captured: a graph would own its counts"
+        )
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
-    A single part needs neither: it writes the result itself.
+
+class KeyParts:
+    """Room for the parts of one call of attention: each part's output, and the base-2 log of its sum.
+
+    Attributes:
+        arguments: of `store_part` from part_ptr on; the last one is that of the first tile.
+        constants: of the attention kernel.
     """
 
-    def __init__(self, lines: int, splits: int, out: Tensor) -> None:
-        """`lines` is the number of rows of `out` times heads; `out` is [..., D], contiguous."""
-        self.splits = splits
-        self.out = out
-        self.lines = lines
-        self.outputs, self.lse = out, out
-        if splits > 1:
-            shape = (lines, splits, out.shape[-1])
-            self.outputs = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
+    def __init__(self, tiles: int, rows: int, division: Division, out: Tensor) -> None:
+        """Make room for the parts of some tiles.
+
+        Args:
+            rows: tokens times query heads of one KV head in one tile.
+            out: [T, heads, D].
+        """
+        self._splits, self._out = division.splits, out
+        self._joined = division.is_joined(rows)
+        self.arguments = out, out, out  # not used without parts
+        if self._splits > 1:
+            assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
+            shape = *out.shape[:2], self._splits
+            outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
+            lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+            self.arguments = outputs, lse, _ended_programs(out.device)
+        live_rows = next_power_of_2(rows)
+        self.constants = {
+            "SPLIT": self._splits > 1,
+            "JOINED": self._joined,
+            "GRANULE": GRANULE,
+            "LIVE_ROWS": live_rows,
+            "TOGETHER": max(1, min(MOST_TOGETHER, ROWS_TOGETHER // live_rows)) if self._joined else 1,
+        }
 
     def combine(self) -> None:
-        """Add up the parts. A part with lse -inf is empty and not read; a line without any part becomes zero."""
-        if self.splits == 1:
+        """Add up the parts that the attention kernel has not. A line without any part becomes zero."""
+        if self._splits == 1 or self._joined:
             return
-        head_dim = self.out.shape[-1]
-        _combine_kernel[(self.lines,)](
-            self.outputs,
-            self.lse,
-            self.out,
-            self.splits,
+        outputs, lse, _ = self.arguments
+        head_dim = self._out.shape[-1]
+        _combine_kernel[(lse.numel() // self._splits,)](
+            outputs,
+            lse,
+            self._out,
+            self._splits,
             D=head_dim,
-            BLOCK_S=next_power_of_2(self.splits),
+            BLOCK_S=next_power_of_2(self._splits),
             BLOCK_D=max(next_power_of_2(head_dim), 16),
             num_warps=2,
-            **chained(self.out.device),
+            **chained(self._out.device),
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
+from common.engine.ops.key_parts import LOG2_E, KeyParts, choose_division, size_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
@@ -107,8 +107,10 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
-    out_ptr,  # [B, HEADS, D], or if SPLIT float32 [B, HEADS, splits, D]
-    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output is not written
+    out_ptr,  # [B, HEADS, D]
+    part_ptr,  # this and the next two: see `store_part`
+    lse_ptr,
+    ended_ptr,
     num_slots,
     eps,
     qkv_stride,
@@ -126,11 +128,14 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
+    JOINED: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GRANULE: tl.constexpr,  # parts are multiples of this many keys
+    GRANULE: tl.constexpr,  # this and the next two: see key_parts
+    LIVE_ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Each program computes one part of one request's keys, for all query heads of one KV head.
@@ -144,7 +149,8 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    part = tl.cdiv(tl.cdiv(length - begin, splits), GRANULE) * GRANULE
+    part = size_of_part(length - begin, splits, GRANULE, BLOCK_N)
+    used = tl.maximum(tl.cdiv(length - begin, part), 1)
     begin += split * part
     end = tl.minimum(begin + part, length)
     last = length - 1
@@ -208,14 +214,13 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
     if EIGHT_BITS:
         result *= value_scale
-    real = (row < GROUP)[:, None] & inside
-    line = (request * HEADS + kv_head * GROUP + row) * splits + split
-    if not SPLIT:
-        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=real)
-    else:
-        if begin < end:
-            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=real)
-        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
+    lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
+    ended = ended_ptr + request * KV_HEADS + kv_head
+    store_part(
+        *(result, lse, dim, request * HEADS + kv_head * GROUP, 0, GROUP, split, used, splits),
+        *(out_ptr, part_ptr, lse_ptr, ended),
+        *(SPLIT, JOINED, HEADS, GROUP, D, ROWS, BLOCK_D, LIVE_ROWS, TOGETHER),
+    )
 
 
 def rotary_decode_triton(
@@ -237,7 +242,7 @@ def rotary_decode_triton(
     value_scale: float = 1.0,
     most_keys: int = BLOCK_KEYS,
 ) -> Tensor:
-    """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros.
+    """Split over keys (flash-decoding). A padding row (length 0) yields zeros.
 
     The previous kernel on the stream computes `qkv`, and lets this one be launched only after all kernels before it
     have ended.
@@ -267,15 +272,16 @@ def rotary_decode_triton(
         return out
     keys = max_seq_len if window is None else min(max_seq_len, window)
     head_bytes, processors = head_dim * qkv.element_size(), multiprocessors(qkv.device)
-    splits = choose_division(batch * kv_heads, keys, head_bytes, processors).splits
-    rows = max(next_power_of_2(heads // kv_heads), 16)
+    group = heads // kv_heads
+    division = choose_division(batch * kv_heads, group, keys, head_bytes, processors)
+    splits, rows = division.splits, max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
         rows, most_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows
     )
-    parts = KeyParts(batch * heads, splits, out)
+    parts = KeyParts(batch * kv_heads, group, division, out)
     _rotary_decode_kernel[(kv_heads, splits, batch)](
         *(qkv, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight),
-        *(slots, key_plane, value_plane, page_table, seq_lens, parts.outputs, parts.lse),
+        *(slots, key_plane, value_plane, page_table, seq_lens, out, *parts.arguments),
         slots.shape[0],
         eps,
         qkv.stride(0),
@@ -292,12 +298,11 @@ def rotary_decode_triton(
         TURNED=dims // 2,
         NORM=q_weight is not None,
         EIGHT_BITS=key_plane.dtype is FP8,
-        SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         BLOCK_N=block_keys,
-        GRANULE=GRANULE,
+        **parts.constants,
         num_warps=WARPS,
         num_stages=STAGES,
         **chained(qkv.device),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts
+from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, size_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.paged_softmax import load_keys, soften
@@ -147,8 +147,10 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
     mask_ptr,  # [B, new, width]
-    out_ptr,  # [B * new, HEADS, D], or if SPLIT float32 [B * new, HEADS, splits, D]
-    lse_ptr,  # [B * new, HEADS, splits] float32, base 2; -inf: the part is empty
+    out_ptr,  # [B * new, HEADS, D]
+    part_ptr,  # this and the next two: see `store_part`
+    lse_ptr,
+    ended_ptr,
     new,
     width,
     query_stride,
@@ -166,13 +168,16 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPREAD: tl.constexpr,  # values are multiplied in the order of `spread_columns`
     SPLIT: tl.constexpr,  # more than one part
+    JOINED: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
     ROWS: tl.constexpr,  # rows of a tile: new tokens times query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a step over the prefix
     BLOCK_W: tl.constexpr,  # if BITS, all slots of the tree; else the slots of a step over it
-    GRANULE: tl.constexpr,
+    GRANULE: tl.constexpr,  # this and the next two: see key_parts
+    LIVE_ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Each program computes one part of one request's keys for a tile of rows.
@@ -192,12 +197,12 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         bound = length
     if WINDOW:
         begin = tl.maximum(prefix - window + 1, 0)
-    part = tl.cdiv(tl.cdiv(bound - begin, splits), GRANULE) * GRANULE
+    part = size_of_part(bound - begin, splits, GRANULE, BLOCK_N)
+    used = tl.maximum(tl.cdiv(bound - begin, part), 1)
     begin += split * part
     end = tl.minimum(begin + part, bound)
 
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
     token, head = request * new + row // GROUP, kv_head * GROUP + row % GROUP
     query_place = token[:, None] * query_stride + head[:, None] * D + dim[None, :]
     read_rows = row < tl.where(length > 0, new * GROUP, 0)  # a padding row's query may be NaN
@@ -246,7 +251,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
 
     tree_end = 0
     if not BITS:
-        tree_end = tl.where(split == splits - 1, tl.minimum(width, length), 0)
+        tree_end = tl.where(split == used - 1, tl.minimum(width, length), 0)
         above = tl.zeros((ROWS,), tl.int32)  # ancestors in earlier slots, including the row itself
         for start in range(0, tree_end, BLOCK_W):
             place = start + slot
@@ -272,14 +277,14 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         result *= value_scale
     if SPREAD:
         dim = spread(dim, BLOCK_D)
-        inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
-    line = (token * HEADS + head) * splits + split
-    if not SPLIT:
-        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        if (begin < end) | (tree_end > 0):
-            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=inside)
-        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=live_row)
+    lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
+    ended = ended_ptr + request * tl.num_programs(0) + tl.program_id(0)
+    base = request * new * HEADS + kv_head * GROUP
+    store_part(
+        *(result, lse, dim, base, tile * ROWS, new * GROUP, split, used, splits),
+        *(out_ptr, part_ptr, lse_ptr, ended),
+        *(SPLIT, JOINED, HEADS, GROUP, D, ROWS, BLOCK_D, LIVE_ROWS, TOGETHER),
+    )
 
 
 def verify_triton(
@@ -326,13 +331,13 @@ def verify_triton(
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
     programs, eight_bits = batch * kv_heads * tiles, key_plane.dtype is FP8
     choose = key_parts.choose_eight_bits_division if eight_bits else key_parts.choose_division
-    division = division or choose(programs, keys, head_bytes, processors)
+    division = division or choose(programs, min(rows, all_rows), keys, head_bytes, processors)
     rows, block_keys = cut_attention(
         rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device)
     )
     splits, tiles = division.splits, cdiv(all_rows, rows)
     bits = window is None and width <= MOST_BITS
-    parts = KeyParts(count * heads, splits, out)
+    parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         query,
         key_plane,
@@ -340,8 +345,8 @@ def verify_triton(
         page_table,
         seq_lens,
         tree_mask,
-        parts.outputs,
-        parts.lse,
+        out,
+        *parts.arguments,
         new,
         width,
         query.stride(0),
@@ -358,14 +363,13 @@ def verify_triton(
         D=head_dim,
         EIGHT_BITS=eight_bits,
         SPREAD=eight_bits and rows < MAX_ROWS and programs >= key_parts.SPREAD_PROGRAMS,
-        SPLIT=splits > 1,
         WINDOW=window is not None,
         BITS=bits,
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         BLOCK_N=block_keys,
         BLOCK_W=min(max(next_power_of_2(width), 16), MOST_BITS, MOST_BITS if bits else block_keys),
-        GRANULE=GRANULE,
+        **parts.constants,
         num_warps=num_warps,
         num_stages=division.stages,
         **chained(query.device),

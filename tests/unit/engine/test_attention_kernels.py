@@ -28,18 +28,39 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("window", [None, 1, 70])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: int) -> None:
+    check_decode(dtype, page_size, window, Division(splits, 64, 2))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("splits", [6, 30])
+def test_sums_of_parts(splits: int, window: int | None) -> None:
+    """6 parts of 2 rows are added up by the last program, 30 by a kernel; short requests have one."""
+    check_decode(torch.float32, 16, window, Division(splits, 16, 2))
+
+
+def check_decode(dtype: torch.dtype, page_size: int, window: int | None, division: Division) -> None:
     heads, kv_heads, dim = 4, 2, 16
     cache = Cache([1, 64, 65, 150, 3, 200], page_size, kv_heads, dim, dtype)
     lengths = torch.tensor([*cache.lengths, 0], dtype=torch.int32)
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
     query = torch.randn(len(lengths), heads, dim, dtype=dtype)
     query[-1] = torch.nan  # a padding row without length
-    out = decode_triton(
-        query, *cache.planes, table, lengths, 4096, window, dim**-0.5, Division(splits, 64, 2)
-    )
+    out = decode_triton(query, *cache.planes, table, lengths, 4096, window, dim**-0.5, division)
     for row in range(len(cache.lengths)):
         close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
     assert not out[-1].any()
+
+
+def test_counts_of_ended_programs_start_at_zero_again() -> None:
+    """Calls of other batches follow each other, each of which counts its programs in the same memory."""
+    for lengths in ([90, 17], [200], [150, 64, 129]):
+        cache = Cache(lengths, 16, 2, 16, torch.float32)
+        query = torch.randn(len(lengths), 4, 16)
+        for splits in (5, 3):
+            given = torch.tensor(lengths, dtype=torch.int32), 4096, None, 0.25, Division(splits, 16, 2)
+            out = decode_triton(query, *cache.planes, cache.page_table, *given)
+            for row in range(len(lengths)):
+                close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def attention_tiles() -> list[tuple[int, int, int, int, int]]:
     """Return (rows, keys, stages, head_dim, itemsize) of all choices."""
     found = []
     for dim, itemsize in itertools.product((64, 80, 96, 128, 256), (2, 4)):
-        divisions = {choose_division(programs, 8192, dim * itemsize, 132) for programs in (8, 4096)}
+        divisions = {choose_division(programs, 16, 8192, dim * itemsize, 132) for programs in (8, 4096)}
         found += [
             (rows, each.keys, each.stages, dim, itemsize) for each in divisions for rows in (16, 32, 64)
         ]

@@ -56,7 +56,7 @@ def expect(out: Tensor, cache: Cache, query: Tensor, masks: Tensor, window: int 
 
 @pytest.mark.parametrize(("dtype", "page_size"), [(torch.float32, 16), (torch.float16, 1)])
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
-@pytest.mark.parametrize(("new", "splits"), [(8, 1), (8, 3), (3, 2)])
+@pytest.mark.parametrize(("new", "splits"), [(8, 1), (8, 3), (8, 4), (3, 2)])  # 4: 64 rows times parts
 def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int, splits: int) -> None:
     heads, kv_heads, dim = 2, 1, 16
     cache = Cache([8, 90, 21], page_size, kv_heads, dim, dtype)
@@ -67,7 +67,7 @@ def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int,
     lengths = torch.tensor([*cache.lengths, 0], dtype=torch.int32)
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
     out = verify_triton(
-        query, *cache.planes, table, lengths, padded, 4096, window, dim**-0.5, Division(splits, 64, 2)
+        query, *cache.planes, table, lengths, padded, 4096, window, dim**-0.5, Division(splits, 16, 2)
     )
     expect(out, cache, query, masks, window)
     assert not out[-new:].any()
@@ -102,7 +102,7 @@ def test_a_part_of_which_some_rows_see_nothing(length: int) -> None:
     masks = tree_masks([TREES[0]], 8)
     query, lengths = torch.randn(8, 2, 16), torch.tensor([length], dtype=torch.int32)
     for splits in (3, 4):
-        division = Division(splits, 64, 2)
+        division = Division(splits, 16, 2)
         out = verify_triton(query, *cache.planes, cache.page_table, lengths, masks, 64, None, 0.25, division)
         expect(out, cache, query, masks, None)
 
@@ -116,28 +116,40 @@ def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None
     masks = torch.ones(new, new, dtype=torch.bool).tril()[None]
     query, lengths = torch.randn(new, heads, dim), torch.tensor([length], dtype=torch.int32)
     out = verify_triton(
-        query, *cache.planes, cache.page_table, lengths, masks, length, window, dim**-0.5, Division(2, 64, 2)
+        query, *cache.planes, cache.page_table, lengths, masks, length, window, dim**-0.5, Division(2, 32, 2)
     )
     torch.testing.assert_close(out.double(), cache.expected(0, query, window), atol=3e-6, rtol=3e-6)
 
 
 def test_the_division_follows_only_from_host_bounds() -> None:
-    assert choose_division(8, 1 << 17, 256, 132) == (32, 128, 2)
-    assert choose_division(8, 100, 256, 132) == (2, 128, 2)
-    assert choose_division(128, 8192, 256, 132) == (3, 128, 2)
-    assert choose_division(256, 8192, 256, 132) == (1, 128, 2)
-    assert choose_division(1024, 8192, 256, 132) == (1, 64, 3)
-    assert choose_division(8, 8192, 512, 132) == (32, 64, 2)
+    assert choose_division(8, 16, 1 << 17, 256, 132) == (32, 128, 2)
+    assert choose_division(8, 16, 100, 256, 132) == (2, 128, 2)
+    assert choose_division(128, 16, 8192, 256, 132) == (3, 128, 2)
+    assert choose_division(256, 16, 8192, 256, 132) == (1, 128, 2)
+    assert choose_division(1024, 16, 8192, 256, 132) == (1, 64, 3)
+    assert choose_division(8, 16, 8192, 512, 132) == (32, 64, 2)
+
+
+def test_many_parts_of_few_rows_take_shorter_steps() -> None:
+    """4 requests of 8 KV heads: 12 parts of 4 rows have one program to add them up, of 16 rows a kernel."""
+    assert choose_division(32, 4, 8192, 256, 132) == (12, 128, 2)
+    assert choose_division(32, 16, 8192, 256, 132) == (12, 64, 3)
+    assert choose_division(16, 32, 8192, 256, 132) == (24, 128, 2)
+    joined = {
+        each: [rows for rows in (4, 8, 16, 32) if Division(each, 64, 2).is_joined(rows)]
+        for each in (1, 3, 12)
+    }
+    assert joined == {1: [], 3: [4, 8, 16], 12: [4]}
 
 
 def test_divisions_over_pages_in_eight_bits() -> None:
     """1, 4, 16 and 32 requests of 8 KV heads and 1,152 keys were measured; 64 take the division of wider pages."""
     measured = {8: (18, 64, 5), 32: (8, 64, 4), 128: (3, 64, 5), 256: (1, 128, 3), 512: (1, 64, 3)}
     for programs, division in measured.items():
-        assert choose_eight_bits_division(programs, 1152, 256, 132) == division
-    assert choose_eight_bits_division(8, 1 << 17, 256, 132) == (32, 64, 5)
-    assert choose_eight_bits_division(128, 64, 256, 132) == (1, 64, 5)
-    assert choose_eight_bits_division(8, 8192, 512, 132) == choose_division(8, 8192, 512, 132)
+        assert choose_eight_bits_division(programs, 16, 1152, 256, 132) == division
+    assert choose_eight_bits_division(8, 16, 1 << 17, 256, 132) == (32, 64, 5)
+    assert choose_eight_bits_division(128, 16, 64, 256, 132) == (1, 64, 5)
+    assert choose_eight_bits_division(8, 16, 8192, 512, 132) == choose_division(8, 16, 8192, 512, 132)
 
 
 def test_a_launcher_refuses_another_layout() -> None:
