@@ -93,6 +93,8 @@ def size_of_part(length, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr): 
 def store_part(  # type: ignore[no-untyped-def]
     result,  # [ROWS, BLOCK_D] float32, whose column i is column dim[i] of the output
     lse,  # [ROWS] float32, base 2; -inf: the row sees none of this part's keys
+    line,  # [ROWS], rows of the output: (row // GROUP) * HEADS + row % GROUP after `base`
+    live,  # [ROWS] bool
     dim,  # [BLOCK_D]
     base,  # int64: the row of the output of the first token's first head of this KV head
     first,  # the first of the tile's rows, which are tokens times GROUP heads
@@ -109,26 +111,23 @@ def store_part(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
     D: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    LIVE_ROWS: tl.constexpr,  # ROWS without the padding for the matrix units
+    LIVE_ROWS: tl.constexpr,  # of a tile, without the padding for the matrix units
     TOGETHER: tl.constexpr,  # parts that are read at once
 ):
     """End a program of attention: store the result, or that of a part, and the sum of all parts if it is the last."""
-    row = first + tl.arange(0, ROWS)
-    line = base + (row // GROUP) * HEADS + row % GROUP
-    stored = (row < count)[:, None] & (dim < D)[None, :]
+    stored = live[:, None] & (dim < D)[None, :]
     whole = out_ptr + line[:, None] * D + dim[None, :]
     place = line * splits + split
     if not SPLIT:
         tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored)
     elif not JOINED:
-        tl.store(lse_ptr + place, lse, mask=row < count)
+        tl.store(lse_ptr + place, lse, mask=live)
         tl.store(part_ptr + place[:, None] * D + dim[None, :], result, mask=stored & (split < used))
     elif used == 1:
         tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored & (split == 0))
     elif split < used:
-        tl.store(lse_ptr + place, lse, mask=row < count)
+        tl.store(lse_ptr + place, lse, mask=live)
         tl.store(part_ptr + place[:, None] * D + dim[None, :], result, mask=stored)
         tl.debug_barrier()  # all threads have stored before one of them counts this program
         ended = tl.atomic_add(ended_ptr, 1, sem="acq_rel")

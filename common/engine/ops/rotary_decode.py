@@ -216,10 +216,11 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
         result *= value_scale
     lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
     ended = ended_ptr + request * KV_HEADS + kv_head
+    base = request * HEADS + kv_head * GROUP
     store_part(
-        *(result, lse, dim, request * HEADS + kv_head * GROUP, 0, GROUP, split, used, splits),
+        *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, splits),
         *(out_ptr, part_ptr, lse_ptr, ended),
-        *(SPLIT, JOINED, HEADS, GROUP, D, ROWS, BLOCK_D, LIVE_ROWS, TOGETHER),
+        *(SPLIT, JOINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
 
 

@@ -281,9 +281,21 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     ended = ended_ptr + request * tl.num_programs(0) + tl.program_id(0)
     base = request * new * HEADS + kv_head * GROUP
     store_part(
-        *(result, lse, dim, base, tile * ROWS, new * GROUP, split, used, splits),
+        *(
+            result,
+            lse,
+            token * HEADS + head,
+            live_row,
+            dim,
+            base,
+            tile * ROWS,
+            new * GROUP,
+            split,
+            used,
+            splits,
+        ),
         *(out_ptr, part_ptr, lse_ptr, ended),
-        *(SPLIT, JOINED, HEADS, GROUP, D, ROWS, BLOCK_D, LIVE_ROWS, TOGETHER),
+        *(SPLIT, JOINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
 
 
