@@ -85,8 +85,11 @@ def choose_eight_bits_division(
 
 @kernel
 def size_of_part(length, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the keys per part of `length` keys: at least one step, so that short requests have fewer parts."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), GRANULE) * GRANULE, BLOCK_N)
+    """Return the keys per part of `length` keys: at least one step, so that short requests have fewer parts.
+
+    The compiler has to see that it is a multiple of GRANULE, which BLOCK_N is.
+    """
+    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), GRANULE), BLOCK_N // GRANULE) * GRANULE
 
 
 @kernel

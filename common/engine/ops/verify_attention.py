@@ -351,21 +351,8 @@ def verify_triton(
     bits = window is None and width <= MOST_BITS
     parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
-        query,
-        key_plane,
-        value_plane,
-        page_table,
-        seq_lens,
-        tree_mask,
-        out,
-        *parts.arguments,
-        new,
-        width,
-        query.stride(0),
-        page_table.stride(0),
-        tree_mask.stride(0),
-        tree_mask.stride(1),
-        window or 0,
+        *(query, key_plane, value_plane, page_table, seq_lens, tree_mask, out, *parts.arguments, new, width),
+        *(query.stride(0), page_table.stride(0), tree_mask.stride(0), tree_mask.stride(1), window or 0),
         scale * key_scale * LOG2_E,
         value_scale,
         splits,
