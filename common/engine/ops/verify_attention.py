@@ -324,8 +324,8 @@ def verify_triton(
     assert count == batch * new, f"{count} rows for {batch} requests of {new} new tokens"
     assert width >= new, f"a tree of {width} slots cannot hold {new} new tokens"
     assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
-    assert key_plane.is_contiguous(), "planes must be contiguous"
-    assert value_plane.is_contiguous(), "planes must be contiguous"
+    for plane in (key_plane, value_plane):
+        assert plane.is_contiguous(), "planes must be contiguous"
     assert key_plane.shape == value_plane.shape, "planes of different shapes"
     assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
     assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
@@ -344,18 +344,15 @@ def verify_triton(
     programs, eight_bits = batch * kv_heads * tiles, key_plane.dtype is FP8
     choose = key_parts.choose_eight_bits_division if eight_bits else key_parts.choose_division
     division = division or choose(programs, min(rows, all_rows), keys, head_bytes, processors)
-    rows, block_keys = cut_attention(
-        rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device)
-    )
+    sizes = division.keys, division.stages, head_dim, query.element_size()
+    rows, block_keys = cut_attention(rows, *sizes, room_of(query.device))
     splits, tiles = division.splits, cdiv(all_rows, rows)
     bits = window is None and width <= MOST_BITS
     parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         *(query, key_plane, value_plane, page_table, seq_lens, tree_mask, out, *parts.arguments, new, width),
         *(query.stride(0), page_table.stride(0), tree_mask.stride(0), tree_mask.stride(1), window or 0),
-        scale * key_scale * LOG2_E,
-        value_scale,
-        splits,
+        *(scale * key_scale * LOG2_E, value_scale, splits),
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
