@@ -24,16 +24,21 @@ def waits(queue: list[Waiting], groups: tuple[int, ...], curve: CostCurve, other
     at, total, left = 0, 0.0, list(queue)
     for group in groups:
         tokens = sum(each.remaining for each in left[:group])
-        spent = curve.prompt_ms(tokens) if group == 1 else curve.ms(tokens)
+        contexts = sum(each.start * each.remaining for each in left[:group])
+        spent = curve.prompt_ms(tokens, left[0].start) if group == 1 else curve.ms(tokens, contexts)
         total += spent * (len(left) + others)
         at, left = at + group, left[group:]
     return total
 
 
-@given(st.lists(st.integers(1, 1200), min_size=1, max_size=6), st.integers(0, 30))
-@settings(max_examples=50)
-def test_no_other_division_has_a_lower_sum_of_waits(lengths: list[int], others: int) -> None:
-    queue, count = queue_of(*sorted(lengths)), len(lengths)
+STARTS = st.just(0) | st.integers(0, 100_000)
+
+
+@given(st.lists(st.tuples(STARTS, st.integers(1, 1200)), min_size=1, max_size=6), st.integers(0, 30))
+@settings(max_examples=80)
+def test_no_other_division_has_a_lower_sum_of_waits(prompts: list[tuple[int, int]], others: int) -> None:
+    """The tokens that precede a prompt's next ones make its forward longer."""
+    queue, count = [Waiting(*each) for each in sorted(prompts, key=lambda each: each[1])], len(prompts)
     found = share(queue, H200, others)
     best: dict[int, float] = {}  # prompts of the first forward -> lowest sum
     for cuts in itertools.product((False, True), repeat=count - 1):
