@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import msgspec
 import typer
 import typer.core
 from rich.console import Console
@@ -25,7 +23,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table as RichTable
 
 from common.config import Resolved, load_cluster
-from common.config.admin_listener import admin_listeners
 from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
 from common.config.router_processes import names_router
@@ -33,20 +30,18 @@ from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError
 from common.launch_record import launched
 from common.observability.stderr_file import StderrFile
-from deploy.admin_client import ask
 from deploy.children import Child
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
-from deploy.router_states import router_states
+from deploy.router_states import router_states, server_info
 from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
 DETACH_TIMEOUT = 960.0
 DETACHED_LOG = "supervisor.log"
-ANSWER_SECONDS = 5.0  # timeout of requests to the router
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -174,13 +169,13 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is None:
-        info = _server_info(resolved)
+        info = server_info(resolved)
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
         say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
     routers = router_states(resolved, table.processes)
-    raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), routers, _output()))
+    raise typer.Exit(show_status(table, disk_problem(run_dir), server_info(resolved), routers, _output()))
 
 
 @app.command(context_settings=HELP)
@@ -305,7 +300,7 @@ def _with_port(overrides: list[str] | None, port: int | None) -> list[str]:
 
 def _end_launched(resolved: Resolved, run_dir: Path) -> None:
     """End what the launch scripts started on this host; say what is left elsewhere."""
-    info, processes = _server_info(resolved), launched(run_dir)
+    info, processes = server_info(resolved), launched(run_dir)
     if not processes and info is None:
         say("not running")
         return
@@ -318,15 +313,6 @@ def _end_launched(resolved: Resolved, run_dir: Path) -> None:
     if others:
         _fail(f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}")
     say("stopped")
-
-
-def _server_info(resolved: Resolved) -> dict[str, Any] | None:
-    try:
-        admin = admin_listeners(resolved, to_write=False).socket
-        _, raw = ask(admin, "GET", "/server_info", timeout=ANSWER_SECONDS)
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except (OSError, HTTPException, msgspec.DecodeError):
-        return None
 
 
 def _output() -> Console:

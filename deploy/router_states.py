@@ -1,16 +1,37 @@
-"""Asks each of several router processes of this host whether it serves: the admin socket answers for one of them."""
+"""Asks the router processes of this host about the cluster, and each of several whether it serves."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from http.client import HTTPException
+from typing import Any
+
+import msgspec
 
 from common.config import Resolved
+from common.config.admin_listener import admin_listeners
 from common.config.router_processes import names_router
 from common.config.run_directory import own_socket
 from deploy.admin_client import ask
 
-ANSWER_SECONDS = 2.0
+INFO_SECONDS = 5.0
+READY_SECONDS = 2.0
+
+
+def server_info(resolved: Resolved) -> dict[str, Any] | None:
+    """Return /server_info of the first router that answers, the one with the admin socket first; None without any."""
+    several = range(resolved.cluster.router.processes) if resolved.cluster.router.processes > 1 else ()
+    try:
+        admin = admin_listeners(resolved, to_write=False).socket
+        sockets = [admin, *(own_socket(resolved, index) for index in several)]
+    except OSError:
+        return None
+    for socket in sockets:
+        with contextlib.suppress(OSError, HTTPException, msgspec.DecodeError):
+            _, raw = ask(socket, "GET", "/server_info", timeout=INFO_SECONDS)
+            return msgspec.json.decode(raw, type=dict[str, Any])
+    return None
 
 
 def router_states(resolved: Resolved, processes: Iterable[str]) -> dict[str, str]:
@@ -23,7 +44,7 @@ def router_states(resolved: Resolved, processes: Iterable[str]) -> dict[str, str
 
 def _state(resolved: Resolved, index: int) -> str:
     try:
-        status, _ = ask(own_socket(resolved, index), "GET", "/ready", timeout=ANSWER_SECONDS)
+        status, _ = ask(own_socket(resolved, index), "GET", "/ready", timeout=READY_SECONDS)
     except (OSError, HTTPException):
         return "does not answer"
     return "up" if status == 200 else "not ready"

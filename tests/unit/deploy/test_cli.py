@@ -23,7 +23,7 @@ from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.process_entry import Entry, entry
-from deploy import cli
+from deploy import cli, router_states
 from deploy.process_table import ProcessRecord, Table, write_table
 from deploy.supervisor import AlreadyRunning, Supervisor, local_url
 from tests.fakes.descriptors import open_descriptors
@@ -208,7 +208,7 @@ def status_of(
     decode: ProcessRecord | None = None,
     problems: list[str] | None = None,
 ) -> Result:
-    monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
+    monkeypatch.setattr(router_states, "INFO_SECONDS", PATIENCE)
     with Server(directory, json.dumps({"ready": ready, "nodes": nodes}).encode()) as server:
         make_table(directory, server.url, decode, problems)
         return run("status", str(directory / "c.yaml"))
@@ -301,7 +301,7 @@ def test_status_of_a_cluster_from_the_launch_scripts(
     directory: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, state: str, code: int, shown: str
 ) -> None:
     """No supervisor wrote a table, but the router answers on its admin socket."""
-    monkeypatch.setattr(cli, "ANSWER_SECONDS", PATIENCE)
+    monkeypatch.setattr(router_states, "INFO_SECONDS", PATIENCE)
     nodes = [{**NODES[0], "state": state, "pid": 7, "host": "[there]"}]
     with Server(directory, json.dumps({"ready": ready, "nodes": nodes}).encode()):
         result = run("status", str(directory / "c.yaml"))

@@ -15,7 +15,7 @@ from common.config import load_cluster
 from common.config.run_directory import own_socket
 from common.process_entry import entry
 from deploy.process_table import ProcessRecord, Table
-from deploy.router_states import router_states
+from deploy.router_states import router_states, server_info
 from deploy.status_view import DEGRADED, NOT_READY, UP, show_launched, show_status
 
 LOAD = {"running": 3, "queued": 0, "free_pages": 5, "cached_pages": 1, "total_pages": 9}
@@ -85,8 +85,12 @@ async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
         async def ready(request: web.Request, status: int = status) -> web.Response:
             return web.Response(status=status)
 
+        async def info(request: web.Request, index: int = index) -> web.Response:
+            return web.json_response({"ready": True, "index": index})
+
         app = web.Application()
         app.router.add_get("/ready", ready)
+        app.router.add_get("/server_info", info)
         runners.append(web.AppRunner(app))
         await runners[-1].setup()
         await web.UnixSite(runners[-1], str(own_socket(resolved, index))).start()
@@ -94,5 +98,9 @@ async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
     states = await asyncio.to_thread(router_states, resolved, asked)
     assert states == {"router": "up", "router.1": "not ready", "router.2": "does not answer"}
     assert router_states(resolved, ["router", "decode-0"]) == {}
+    # Nothing listens at the admin socket.
+    assert await asyncio.to_thread(server_info, resolved) == {"ready": True, "index": 0}
+    await runners[0].cleanup()
+    assert await asyncio.to_thread(server_info, resolved) == {"ready": True, "index": 1}
     for runner in runners:
         await runner.cleanup()
