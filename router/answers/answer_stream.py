@@ -34,29 +34,40 @@ class _Streamed:
     """A stream of events as a PieceSink. It takes pieces once it has started, while the client keeps up."""
 
     def __init__(
-        self, form: AnswerForm, writer: SseWriter, usage: Usage, body: SharedFields, choices: int
+        self, form: AnswerForm, writer: SseWriter, body: SharedFields, choices: Sequence[Choice]
     ) -> None:
         options = body.stream_options
         self._form = form
-        self._usage = usage
+        self._choices = choices
+        self._cached = [0] * len(choices)
         self._every = bool(options and options.continuous_usage_stats)
         self.at_end = bool(options and options.include_usage)
         self._constant = b',"usage":null' if self.at_end else b""
         self.ready = writer.has_room
         # A step brings at most one run for each choice.
-        self._write = writer.write_now if choices == 1 else writer.write_soon
+        self._write = writer.write_now if len(choices) == 1 else writer.write_soon
+
+    def opening(self) -> bytes:
+        """Return the events before the first token."""
+        first = self._choices[0].request
+        usage = usage_field(Usage(len(first.token_ids))) if self._every else self._constant
+        return self._form.opening(len(self._choices), usage)
 
     def events(self, piece: AnswerPiece) -> bytes:
-        return self._form.events(piece, self.reported())
+        return self._form.events(piece, self._counts(piece) if self._every else self._constant)
 
     def add(self, piece: AnswerPiece) -> None:
-        # Without a call of `reported`: this runs for every token.
-        usage = usage_field(self._usage) if self._every else self._constant
+        # Without a call of `events`: this runs for every token.
+        usage = self._counts(piece) if self._every else self._constant
         self._write(self._form.events(piece, usage))
 
-    def reported(self) -> bytes:
-        """Return the usage member of an event."""
-        return usage_field(self._usage) if self._every else self._constant
+    def _counts(self, piece: AnswerPiece) -> bytes:
+        """Return the usage member of an event of one choice, which counts that choice alone, as in vLLM."""
+        choice = self._choices[piece.index]
+        if piece.cached_tokens is not None:
+            self._cached[piece.index] = piece.cached_tokens
+        said, cached = choice.text.completion_tokens, self._cached[piece.index]
+        return usage_field(Usage(len(choice.request.token_ids), said, cached))
 
 
 class Answering:
@@ -90,7 +101,7 @@ class Answering:
     ) -> web.StreamResponse:
         """Answer with server-sent events. An error before the first token is an ordinary HTTP error."""
         writer = SseWriter(request)
-        sink = _Streamed(form, writer, usage, body, len(choices))
+        sink = _Streamed(form, writer, body, choices)
         last = b""
         reader = AnswerReader(self._generator, choices, usage, sink)
         try:
@@ -101,7 +112,7 @@ class Answering:
                     if writer.started:
                         await writer.send(events)
                     else:
-                        await writer.start(form.opening(len(choices), sink.reported()) + events)
+                        await writer.start(sink.opening() + events)
                 for part in form.ending(usage, sink.at_end):
                     ready, last = last, part
                     if ready:

@@ -79,9 +79,25 @@ async def test_usage_in_every_chunk(rig: Rig) -> None:
     *chunks, done = await events(rig, "/v1/chat/completions", {**CHAT, "stream_options": options})
     assert done == "[DONE]"
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == [1, 1, 2, 3, 3, 3] if len(ids) == 3 else sorted(counts) == counts
+    assert counts == [0, 1, 2, 3, 3, 3] if len(ids) == 3 else sorted(counts) == counts
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+
+
+async def test_usage_in_every_chunk_counts_the_choice_of_the_chunk(rig: Rig) -> None:
+    ids = await spelled(rig, "abc")
+    rig.generator.will(*one_by_one(ids))
+    rig.generator.will(*one_by_one(ids[:1]))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = await events(rig, "/v1/chat/completions", {**CHAT, "n": 2, "stream_options": options})
+    assert done == "[DONE]"
+    most = [0, 0]
+    for chunk in chunks[:-1]:
+        usage, (choice,) = chunk["usage"], chunk["choices"]
+        most[choice["index"]] = usage["completion_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert sorted(most) == [1, len(ids)]
+    assert chunks[-1]["usage"]["completion_tokens"] == len(ids) + 1
 
 
 async def test_no_usage_without_being_asked(rig: Rig) -> None:
