@@ -141,6 +141,15 @@ def test_waiting_raises_the_priority_up_to_that_of_the_most_urgent() -> None:
     assert next(in_order([old, new], 100.0)) is new, "among equal priorities nothing is raised"
 
 
+def test_only_the_time_since_its_arrival_raises_the_priority_of_a_prompt() -> None:
+    """A node that has been up for long does not forget priorities."""
+    start = 1000 * PROMOTION_SECONDS
+    modest, urgent = request(1, 20, received=start), request(2, 2000, received=start)
+    urgent.priority = -1
+    assert next(in_order([modest, urgent], start + 0.9 * PROMOTION_SECONDS)) is urgent
+    assert next(in_order([modest, urgent], start + PROMOTION_SECONDS)) is modest
+
+
 def test_a_prompt_that_a_node_gave_back_keeps_its_turn() -> None:
     first, moved = request(1, 200, received=50.0), request(2, 200, received=60.0)
     assert next(in_order([first, moved], 61.0)) is first
