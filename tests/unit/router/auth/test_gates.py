@@ -7,12 +7,17 @@ import logging
 from datetime import UTC, datetime
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
-from router.auth.gates import KeyGate, OpenGate, OwnerGate
+from common.errors import Unauthorized
+from common.observability.logs import Log
+from router.auth.gates import LOG_SECONDS, Entrance, KeyGate, OpenGate, OwnerGate
 from router.auth.keys import KeyRing
 from router.auth.origin import Cors, HostRule
 from router.auth.quotas import Quotas
 from router.http.client import View, cache_salt
+from router.http.errors import request_id_key
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.unit.router.conftest import Rig, Serve
@@ -219,6 +224,29 @@ async def test_refused_clients_are_logged_once_a_second_without_their_keys(
     assert 1 <= len(found) < 50
     assert "127.0.0.1" in str(found[0].__dict__)
     assert "wrong-secret" not in "".join(str(record.__dict__) for record in found)
+
+
+async def test_every_refused_client_is_counted_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    entrance = Entrance(key_gate(), Cors(()), Log("test"), clock)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise AssertionError("no key was given")
+
+    async def refused() -> None:
+        request = make_mocked_request("POST", CHAT)
+        request[request_id_key] = "r"
+        with pytest.raises(Unauthorized):
+            await entrance.middleware(request, handler)
+
+    for count in (1, 3, 2):
+        for _ in range(count):
+            await refused()
+        clock.now += LOG_SECONDS
+    await entrance.close(web.Application())
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert [each.get("refused") for each in fields] == [1, 1, 3, None]
+    assert fields[-1] == {"count": 1}
 
 
 def test_all_keys_are_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
