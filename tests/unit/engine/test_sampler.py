@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.philox import philox, token_words
 from common.engine.ops.sample_tokens import gumbel
-from common.engine.sampling.sampler import SamplingBatch, sample
+from common.engine.sampling.logit_masks import LogitMasks
+from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample, sample_rows
+from common.messages.generation import OutputToken
 
 
 def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -213,6 +216,60 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert none.top_ids.shape == (6, 0)
     assert sample(logits, make(6)).logprobs is None
     assert sample(logits, make(6, num_logprobs=99)).top_ids.shape == (6, 50)  # type: ignore[union-attr]
+
+
+def test_every_request_reads_the_logprobs_that_it_asked_for() -> None:
+    logits = LOGITS.repeat(4, 1)
+    logits[3, 0] = torch.nan
+    out = sample(logits, make(4, temperature=0.0, all_greedy=True, num_logprobs=3)).on_host()
+    plain, own, top, invalid = read_tokens(out, [None, 0, 2, 3])
+    assert (plain, invalid) == (OutputToken(0), None)
+    expected = LOGITS.log_softmax(-1).tolist()
+    for token, count in ((own, 0), (top, 2)):
+        assert token is not None
+        assert token.logprob is not None
+        assert token.id == 0
+        assert token.logprob.logprob == pytest.approx(expected[0])
+        assert token.logprob.top_ids == (0, 1)[:count]
+        assert token.logprob.top_logprobs == pytest.approx(tuple(expected[:count]))
+    without = sample(LOGITS[None], make(1, temperature=0.0, all_greedy=True))
+    assert read_tokens(without, [2]) == [OutputToken(0)]
+
+
+ALL_BUT_LAST = torch.tensor([[0x7F]], dtype=torch.int32)  # of eight tokens
+
+
+class _DividedRows(LogitRows):
+    """Logits of which every rank has a part; here the part is all of them."""
+
+    divided = True
+    gathers = 0
+
+    def whole(self) -> Tensor:
+        self.gathers += 1
+        return super().whole()
+
+
+@pytest.mark.parametrize(
+    ("values", "gathers"),
+    [
+        ({"any_filter": False}, 0),
+        ({"any_filter": False, "temperature": 0.0, "all_greedy": True}, 0),
+        ({"temperature": 0.0, "all_greedy": True}, 0),
+        ({"top_k": 3}, 1),
+        ({"any_filter": False, "num_logprobs": 0}, 1),
+        ({"any_filter": False, "masks": LogitMasks(ALL_BUT_LAST, torch.tensor([0, -1]))}, 1),
+    ],
+)
+def test_ranks_gather_whole_logits_only_where_a_draw_needs_them(
+    values: dict[str, object], gathers: int
+) -> None:
+    divided = _DividedRows(LOGITS.repeat(2, 1))
+    batch = make(2, seed=torch.tensor([3, 4]), **values)
+    drawn = sample_rows(divided, batch)
+    assert divided.gathers == gathers
+    assert drawn.token_ids.tolist() == sample(LOGITS.repeat(2, 1), batch).token_ids.tolist()
+    assert drawn.invalid.tolist() == [False, False]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
