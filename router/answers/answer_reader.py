@@ -97,7 +97,13 @@ class ChoiceReader:
         new, counted = text.push(tokens, finish_reason)
         self._usage.completion_tokens += text.completion_tokens - before
         return AnswerPiece(
-            self._index, new, counted, text.offsets, text.finish_reason, stop_reason=text.stop_reason
+            self._index,
+            new,
+            counted,
+            text.offsets,
+            text.finish_reason,
+            text.completion_tokens,
+            stop_reason=text.stop_reason,
         )
 
 

@@ -63,11 +63,10 @@ class _Streamed:
 
     def _counts(self, piece: AnswerPiece) -> bytes:
         """Return the usage member of an event of one choice, which counts that choice alone, as in vLLM."""
-        choice = self._choices[piece.index]
         if piece.cached_tokens is not None:
             self._cached[piece.index] = piece.cached_tokens
-        said, cached = choice.text.completion_tokens, self._cached[piece.index]
-        return usage_field(Usage(len(choice.request.token_ids), said, cached))
+        prompt = self._choices[piece.index].request.token_ids
+        return usage_field(Usage(len(prompt), piece.completion_tokens, self._cached[piece.index]))
 
 
 class Answering:

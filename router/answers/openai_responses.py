@@ -52,6 +52,7 @@ class AnswerPiece(msgspec.Struct):
     tokens: Sequence[OutputToken]
     offsets: Sequence[int]  # per token: characters of this choice's text that precede it
     finish_reason: str | None
+    completion_tokens: int = 0  # of this choice, up to the end of this piece
     cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
     # In the last piece: the stop string, or the id in the client's stop_token_ids, that has ended the text.
     stop_reason: str | int | None = None
