@@ -108,7 +108,7 @@ class ImageInspector:
             try:
                 verdict = await self._ask(frame)
             except (_Killed, _Starved):
-                # Perhaps because the host ran out of memory: once more, before the image is taken for the cause.
+                # Perhaps the host ran out of memory or time: once more, before the image is taken for the cause.
                 verdict = await self._ask(frame)
         if verdict.defect:
             raise RuntimeError(f"the image inspection process failed:\n{verdict.defect}")
