@@ -11,7 +11,7 @@ import msgspec
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
-from common.config.router_processes import names_router
+from common.config.router_processes import names_of, names_router, router_index
 from common.config.run_directory import own_socket
 from deploy.admin_client import ask
 
@@ -21,10 +21,10 @@ READY_SECONDS = 2.0
 
 def server_info(resolved: Resolved) -> dict[str, Any] | None:
     """Return /server_info of the first router that answers, the one with the admin socket first; None without any."""
-    several = range(resolved.cluster.router.processes) if resolved.cluster.router.processes > 1 else ()
     try:
         admin = admin_listeners(resolved, to_write=False).socket
-        sockets = [admin, *(own_socket(resolved, index) for index in several)]
+        # Those of other hosts do not exist on this one.
+        sockets = [admin, *(own_socket(resolved, router_index(name)) for name in names_of(resolved.cluster))]
     except OSError:
         return None
     for socket in sockets:
@@ -39,7 +39,7 @@ def router_states(resolved: Resolved, processes: Iterable[str]) -> dict[str, str
     routers = [name for name in processes if names_router(name)]
     if len(routers) < 2:
         return {}
-    return {name: _state(resolved, int(name.partition(".")[2] or 0)) for name in routers}
+    return {name: _state(resolved, router_index(name)) for name in routers}
 
 
 def _state(resolved: Resolved, index: int) -> str:

@@ -76,6 +76,23 @@ def test_a_router_that_does_not_serve_is_shown_although_another_one_answers(stat
     )
 
 
+async def test_a_router_of_a_later_host_is_asked(tmp_path: Path) -> None:
+    file, hosts = tmp_path / "my.yaml", "[tcp://a:9000, tcp://b:9000]"
+    routers = f"router: {{processes: 2, control_address: {hosts}}}"
+    file.write_text(f"model: {{path: m}}\n{routers}\nprocess: {{run_dir: {tmp_path}/run}}\n")
+    resolved, app = load_cluster(file, environ={}), web.Application()
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"ready": True})
+
+    app.router.add_get("/server_info", info)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(own_socket(resolved, 3))).start()
+    assert await asyncio.to_thread(server_info, resolved) == {"ready": True}
+    await runner.cleanup()
+
+
 async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(f"model: {{path: m}}\nrouter: {{processes: 3}}\nprocess: {{run_dir: {tmp_path}/run}}\n")
