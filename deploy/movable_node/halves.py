@@ -73,6 +73,9 @@ class Halves:
         try:
             half.run()
         except NodeRefused as error:
+            self._log.error(
+                "no router takes a half of this node: the other half drains", role=role, reason=str(error)
+            )
             self._refused = error
         except BaseException:
             self._log.exception("half of this node has failed: the process ends", role=role)

@@ -81,12 +81,20 @@ def test_the_failure_of_one_half_ends_the_process(which: int, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_half_that_no_router_takes_ends_the_node_once_the_other_has_drained(which: int) -> None:
-    pair = [Half(), Half()]
+def test_a_half_that_no_router_takes_ends_the_node_once_the_other_has_drained(
+    which: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, logged = [Half(), Half()], list[str]()
     pair[which].failure = NodeRefused("flex-0 has pages of 32 tokens")
+
+    def drain() -> None:
+        logged.append(caplog.text)
+        pair[1 - which].drained.set()
+
+    monkeypatch.setattr(pair[1 - which], "drain", drain)
     with pytest.raises(NodeRefused, match="pages of 32"):
         halves(*pair).run()
-    assert pair[1 - which].drained.is_set()
+    assert "no router takes a half" in logged[0], "draining may take long, and the log says why before"
 
 
 @pytest.mark.parametrize("which", [0, 1])
