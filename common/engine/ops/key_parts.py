@@ -198,8 +198,14 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def _ended_programs(device: torch.device) -> Tensor:
-    """Return the counts that all calls on a device share. Calls on two streams at once would count each other's."""
+def ended_programs(device: torch.device) -> Tensor:
+    """Return the counts that all calls on a device share, [MAX_TILES] int32, which are zero between calls.
+
+    Calls on two streams at once would count each other's programs. There are none: only decode nodes make such calls,
+    a process has at most one, and its steps, warm-ups and graphs run one after another.
+
+    Raises RuntimeError if the first call is captured, whose graph would own the memory.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "attention must run once before the first graph is captured: a graph would own its counts"
@@ -230,7 +236,7 @@ class KeyParts:
             shape = *out.shape[:2], self._splits
             outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.arguments = outputs, lse, _ended_programs(out.device)
+            self.arguments = outputs, lse, ended_programs(out.device)
         live_rows = next_power_of_2(rows)
         self.constants = {
             "SPLIT": self._splits > 1,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
-from common.engine.ops.key_parts import Division
+from common.engine.ops.key_parts import Division, ended_programs
 from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
@@ -61,6 +61,13 @@ def test_counts_of_ended_programs_start_at_zero_again() -> None:
             out = decode_triton(query, *cache.planes, cache.page_table, *given)
             for row in range(len(lengths)):
                 close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
+            assert not ended_programs(out.device).any()
+
+
+def test_a_graph_cannot_own_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="before the first graph"):
+        ended_programs(torch.device("cuda", 7))
 
 
 @pytest.mark.parametrize(
