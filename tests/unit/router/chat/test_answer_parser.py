@@ -92,7 +92,15 @@ def test_an_answer_cut_off_inside_a_call_keeps_what_there_is() -> None:
 
 
 def test_what_is_not_a_call_stays_text() -> None:
-    for inside in ('{"nme": "weather"}', "not JSON", "[1, 2]", '{"name": 3}', '{"name" "a"}', ""):
+    for inside in (
+        '{"nme": "weather"}',
+        "not JSON",
+        "[1, 2]",
+        '[[{"name": "clock"}]]',
+        '{"name": 3}',
+        '{"name" "a"}',
+        "",
+    ):
         text = f"a {OPEN}{inside}{CLOSE} b"
         same_in_any_pieces("qwen3", text, Meaning(text))
     for text in ('{"names": "weather"}', 'see {"name": "weather", "parameters": {}}', '{"name": 3}', "{}"):
@@ -191,6 +199,8 @@ def test_text_is_not_held_back() -> None:
     assert parser.feed("x </thi") == [Reasoning("x")]
     assert parser.feed("nk>") == []
     assert parser.feed("y") == [Content("y")]
+    assert parser.feed(OPEN) == []
+    assert meaning_of(parser.feed("no")) == Meaning(f"{OPEN}no")
 
 
 HOSTILE: list[tuple[str, str]] = [
