@@ -135,6 +135,17 @@ def test_steps_are_launched_when_just_enough_is_left_after_the_last_mark_that_le
     assert loop.left[-1] == pytest.approx(3.15 * MS, abs=0.1 * MS)
 
 
+def test_the_end_of_a_step_is_when_it_was_first_seen_to_be_over() -> None:
+    """What the host does between that and the wait for the step is no work of the device."""
+    loop = _Loop()
+    loop.step()
+    [completion], end = loop.unread, loop.device.end
+    for seconds, over in ((-0.1 * MS, False), (0.1 * MS, True), (4 * MS, True)):
+        loop.device.now = end + seconds
+        assert completion.look_at_end(loop.device.now) is over
+    assert (completion.running, completion.over) == (end - 0.1 * MS, end + 0.1 * MS)
+
+
 def test_a_mark_that_is_seen_late_is_followed_at_once() -> None:
     loop = _Loop()
     loop.steps(20)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.messages.generation import PromptLogprob
-from router.answers import prompt_pieces
+from router.answers import choices, prompt_pieces
 from router.answers.choices import MAX_SCORES
 from router.dispatch.generation import TokenDelta
 from tests.unit.router.conftest import SERVED, Rig, Serve
@@ -155,3 +155,15 @@ async def test_refusals(serve: Serve) -> None:
     ):
         status, answer, _ = await rig.post(TEXT, body)
         assert (status, answer["error"]["param"]) == (400, field), answer
+
+
+async def test_the_log_probabilities_of_a_prompt_are_bounded(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "MAX_SCORES", 8)
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1}
+    for alternatives, allowed in ((1, True), (2, False)):
+        rig.generator.scripts = [one_by_one([10])]
+        rig.generator.requests.clear()
+        await rig.post(TEXT, {**body, "prompt_logprobs": alternatives})
+        assert len(rig.generator.requests) == allowed

@@ -221,6 +221,15 @@ async def test_refusals_have_anthropics_form(rig: Rig, body: dict[str, Any], par
     assert answer["request_id"] == headers["x-request-id"]
 
 
+def test_images_are_given_by_url_or_as_data() -> None:
+    by_url = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+    data = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa=="}}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [by_url, TEXT, data]}]}
+    [message] = msgspec.to_builtins(read_messages(msgspec.json.encode(body)).chat.messages)
+    given = [part["text"] or part["image_url"]["url"] for part in message["content"]]
+    assert given == ["https://x/y.png", "a", "data:image/png;base64,aa=="]
+
+
 async def test_other_errors_have_anthropics_form(serve: Serve) -> None:
     rig = await serve(gate=key_gate())
     body = {"max_tokens": 9, "messages": [USER]}

@@ -238,6 +238,7 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
         ({"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"input": "x", "tool_choice": {"type": "web_search", "name": "f"}}, "tool_choice"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),

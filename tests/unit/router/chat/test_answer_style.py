@@ -6,12 +6,15 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from common.config import load_cluster
 from common.observability.logs import Log
 from router.chat.answer_style import AnswerStyle
+from router.chat.call_grammar import Thought
 from router.from_config import answer_style
 from router.tokens.tokenizer import Tokenizer
-from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parse, parser_of
+from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parse, parser_of, template_of
 from tests.unit.router.conftest import TINY
 
 # The tiny model writes calculations and then #### with the result.
@@ -98,6 +101,23 @@ def test_what_the_cluster_file_says(tmp_path: Path, tokenizer: Tokenizer) -> Non
     (tmp_path / "steps.json").write_text(steps)
     found = style(tmp_path, tokenizer, "  response_template: steps.json\n")
     assert found.kept == {tokenizer.token_to_id("<|user|>")}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("", Thought.POSSIBLE),
+        ("\n", Thought.POSSIBLE),
+        ("<think>\n", Thought.OPEN),
+        ("<think>\nhm", Thought.OPEN),
+        ("<think>\n\n</think>\n\n", Thought.NONE),
+        ("It rains", Thought.NONE),
+    ],
+)
+def test_where_the_message_is_after_what_the_prompt_holds_of_it(prefix: str, expected: Thought) -> None:
+    assert AnswerStyle(template=template_of("qwen3")).thought(prefix) is expected
+    for without in (AnswerStyle(), AnswerStyle(template=template_of("llama3"))):
+        assert without.thought(prefix) is Thought.NONE
 
 
 def test_ids_of_calls() -> None:

@@ -149,3 +149,9 @@ async def test_images_are_not_cut(rig: Rig) -> None:
     status, answer, _ = await rig.post(CHAT, {"messages": messages, "truncate_prompt_tokens": 5})
     assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
     assert "images" in answer["error"]["message"]
+
+
+async def test_without_max_tokens_a_completion_gets_its_default_or_what_the_context_leaves(rig: Rig) -> None:
+    for left, expected in ((LENGTH - 1, 16), (17, 16), (16, 16), (15, 15), (1, 1)):
+        await sent(rig, TEXT, prompt=[5] * (LENGTH - left))
+        assert rig.generator.requests[-1].sampling.max_tokens == expected
