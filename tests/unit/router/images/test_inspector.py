@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from router.images import inspector as image_inspector
 from router.images.inspector import ImageInspector, ImageVerdict, InspectorProcess
 from router.process.spawner import Spawner
 from tests.fakes.hostile_images import file
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, eventually
 
 ANSWER = InspectorProcess.verdict
 
@@ -27,10 +28,14 @@ async def inspector(spawner: Spawner) -> AsyncIterator[ImageInspector]:
 
 async def test_a_decoder_that_was_stopped_costs_no_image(inspector: ImageInspector) -> None:
     await inspector.check(file(), "image/png")
-    assert inspector.pid is not None
-    os.kill(inspector.pid, signal.SIGSTOP)
-    inspector.seconds = 0.3
-    assert await inspector.check(file(), "image/png") == (8, 6)
+    stopped = inspector.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    inspector.seconds = 0.1
+    checked = asyncio.create_task(inspector.check(file(), "image/png"))
+    await eventually(lambda: inspector.pid != stopped)
+    inspector.seconds = PATIENCE
+    assert await checked == (8, 6)
 
 
 async def test_an_image_whose_decoders_are_all_stopped_can_be_sent_again(
