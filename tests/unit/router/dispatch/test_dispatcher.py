@@ -840,6 +840,44 @@ async def test_what_placement_sees_of_a_request() -> None:
         rig.nothing_left()
 
 
+async def test_another_try_counts_its_text_and_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a prompt that a node gave back keeps its place in the queues (test_draining_decode.py)."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        lengths: list[int] = []
+        monkeypatch.setattr(
+            rig.dispatcher.feedback, "transferred", lambda attempt, stages, tokens: lengths.append(tokens)
+        )
+        client = rig.client([1, 2, 3])
+        reserve, _ = await legs(prefill, decode)
+        prefill.say(PrefillDone(room=reserve.room, stages={}))
+        first_token(prefill, reserve.room, 50)
+        decode.tokens(reserve.room, 1, [51])
+        await client.until(2)
+        await asyncio.sleep(0.01)
+        decode.say(Failed(room=reserve.room, code="preempted", message="no pages"))
+        again, prompt = await legs(prefill, decode)
+        assert (again.waited_ms, prompt.waited_ms) == (0, 0)
+        prefill.say(PrefillDone(room=again.room, stages={}))
+        await eventually(lambda: len(lengths) == 2)
+        assert lengths == [3, 5]
+        await client.leave()
+
+
+async def test_a_message_that_cannot_be_encoded_ends_its_request() -> None:
+    async with router_rig() as rig:
+        await rig.pair()
+
+        def broken(peer: str, message: object) -> bool:
+            raise OverflowError("a number does not fit")
+
+        rig.send = broken
+        client = rig.client()
+        await client.done()
+        assert isinstance(client.error, OverflowError)
+        rig.nothing_left()
+
+
 async def test_prefill_lost_after_its_leg_was_over_changes_nothing() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
