@@ -79,7 +79,7 @@ from common.engine.ops.write_mark import write_mark_triton
 from kv_transfer.transport.cuda import pages as cuda_pages
 from tests.fakes.late_loads import late_loads
 from tests.fakes.pools import layers_layout
-from tests.fakes.racing_stores import racing_stores
+from tests.fakes.racing_stores import early_counts, racing_stores
 from tests.fakes.serialised_products import serialised_products
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
@@ -475,6 +475,8 @@ def main(capabilities: list[int]) -> None:
             "kernel": f"{function.module}.{name}",
             "shared": made.metadata.shared,
             "expected": expected_bytes(name, options, itemsize, room),
+            "joined": options.get("JOINED", False),
+            "early": early_counts(made.asm["ptx"]) if options.get("JOINED") else [],
             "limit": room.shared_bytes,
             "racing": racing_stores(made.asm["ptx"]) if options["num_warps"] > 1 else [],
             "late": late_loads(made.asm["ptx"]) if loads_first(name, options) else [],
@@ -488,7 +490,7 @@ def main(capabilities: list[int]) -> None:
     become(capability)
     attention(128, BF16, None, tokens=64, requests=1)
     attention(128, BF16, None, tokens=2048, requests=64)
-    attention(64, BF16, 4096, tokens=64, requests=1)
+    attention(64, BF16, 4096, tokens=64, requests=16)
     attention(128, BF16, None, tokens=256, requests=64, stored=FP8)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
