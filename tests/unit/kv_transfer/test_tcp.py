@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -314,6 +315,43 @@ def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, 
     assert description(receiver).key != old
 
 
+def test_nothing_of_an_expelled_peer_lands_even_before_its_connection_is_closed(
+    receiver: TcpReceiver, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are free at once, because the peer counts as dead at once."""
+    announce(receiver, 1)
+    connection = proved(raw, receiver)
+    data = frame(PAGE, b"\x55" * PAGE)
+    connection.sock.sendall(data[:-10])
+    until(lambda: receiver.kv[2 * PAGE - 11] == 0x55)
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, "nudge", lambda: None)
+        receiver.expel(PEER)
+    receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages now belong to another room
+    connection.sock.sendall(data[-10:])
+    assert connection.closed
+    assert not any(receiver.kv)
+
+
+def test_an_idle_connection_costs_no_work(
+    receiver: TcpReceiver, sender: TcpSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def counted(clock: Clock) -> float:
+        looks.append(clock.now)
+        return clock.now
+
+    monkeypatch.setattr(Clock, "__call__", counted)
+    peer = attach(sender, receiver)
+    announce(receiver, 1)
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+    time.sleep(0.02)
+    before = len(looks)
+    time.sleep(0.1)
+    assert len(looks) - before < 10
+
+
 def test_strangers_are_bounded(
     receiver: TcpReceiver, raw: Callable[..., Raw], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +374,27 @@ def test_a_peer_gets_in_while_strangers_keep_coming(
     announce(receiver, 1)
     assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
     assert receiver.dropped["full"] >= 3
+
+
+def test_a_write_is_done_only_once_all_of_its_frames_have_landed() -> None:
+    sender = TcpSender(msgspec.structs.replace(LIMITS, max_frame_bytes=1024), Clock())
+    sender.register(LAYOUT, memoryview(bytearray(LAYOUT.total_bytes)))
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(sender):
+        where = TcpDescription("127.0.0.1", server.getsockname()[1], bytes(32))
+        peer = sender.attach(Target("0b" * 16, where, LAYOUT.total_bytes, 256))
+        ticket = sender.write(peer, [Copy(0, 0, 2048)], 1)
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.settimeout(PATIENCE)
+            accepted.sendall(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, bytes(32)))
+            left = tcp_frames.PROOF.size + 2 * (1024 + tcp_frames.HEADER_BYTES)
+            while left:
+                left -= len(accepted.recv(left))
+            accepted.sendall(tcp_frames.ACK.pack(tcp_frames.ACK_MAGIC, tcp_frames.LANDED, 1024))
+            until(lambda: sender.progress(peer) == 1024)
+            assert sender.poll(ticket) is WriteState.PENDING
+            accepted.sendall(tcp_frames.ACK.pack(tcp_frames.ACK_MAGIC, tcp_frames.REVOKED, 1024))
+            assert settle(sender, ticket) is WriteState.FAILED
 
 
 def test_inflight_bytes_are_bounded() -> None:
