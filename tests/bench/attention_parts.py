@@ -29,11 +29,11 @@ from common.engine.ops.key_parts import Division
 from common.engine.ops.rms_norm import add_rms_norm_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
 from common.engine.ops.verify_attention import verify_reference, verify_triton
+from tests.bench.decode_layers import BF16, DEVICE, DIM, EPS, PAGE, made
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
-EPS, PAGE, DIM, LONGEST = 1e-6, 16, 128, 8192
-DEVICE, BF16 = "cuda", torch.bfloat16
+LONGEST = 8192
 
 
 class Shape(NamedTuple):
@@ -68,10 +68,6 @@ class Row:
     way: Way
     us: float  # per layer
     floor_us: float
-
-
-def made(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=BF16, device=DEVICE).normal_(std=shape[-1] ** -0.5)
 
 
 class Layer:

@@ -167,17 +167,23 @@ def test_a_revoked_window_drops_bytes_and_other_rooms_continue(
     assert not receiver.dropped
 
 
-def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
-    receiver: TcpReceiver, raw: Callable[..., Raw]
-) -> None:
+def half_sent(receiver: TcpReceiver, raw: Callable[..., Raw]) -> tuple[Raw, bytes]:
+    """Send a frame for one page of room 1 but for its last ten bytes; return the connection and these."""
     announce(receiver, 1)
     connection = proved(raw, receiver)
     data = frame(PAGE, b"\x55" * PAGE)
     connection.sock.sendall(data[:-10])
     until(lambda: receiver.kv[2 * PAGE - 11] == 0x55)
+    return connection, data[-10:]
+
+
+def test_after_revoke_not_one_byte_of_a_frame_under_way_lands(
+    receiver: TcpReceiver, raw: Callable[..., Raw]
+) -> None:
+    connection, rest = half_sent(receiver, raw)
     receiver.revoke(1)
     receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages now belong to another room
-    connection.sock.sendall(data[-10:])
+    connection.sock.sendall(rest)
     magic, status, length = tcp_frames.ACK.unpack(connection.read(tcp_frames.ACK.size))
     assert (magic, status, length) == (tcp_frames.ACK_MAGIC, tcp_frames.REVOKED, PAGE)
     assert receiver.kv[PAGE : 2 * PAGE] == bytes(PAGE)
@@ -319,16 +325,12 @@ def test_nothing_of_an_expelled_peer_lands_even_before_its_connection_is_closed(
     receiver: TcpReceiver, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages are free at once, because the peer counts as dead at once."""
-    announce(receiver, 1)
-    connection = proved(raw, receiver)
-    data = frame(PAGE, b"\x55" * PAGE)
-    connection.sock.sendall(data[:-10])
-    until(lambda: receiver.kv[2 * PAGE - 11] == 0x55)
+    connection, rest = half_sent(receiver, raw)
     with monkeypatch.context() as patch:
         patch.setattr(receiver, "nudge", lambda: None)
         receiver.expel(PEER)
     receiver.kv[PAGE : 2 * PAGE] = bytes(PAGE)  # the pages now belong to another room
-    connection.sock.sendall(data[-10:])
+    connection.sock.sendall(rest)
     assert connection.closed
     assert not any(receiver.kv)
 
