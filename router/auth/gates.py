@@ -20,8 +20,8 @@ from common.observability.logs import Log
 from router.auth.keys import KeyRing
 from router.auth.origin import Cors, HostRule
 from router.auth.quotas import UNLIMITED, Quota, QuotaClaim, Quotas
+from router.http.answer_headers import listener_headers_key
 from router.http.client import Client, View, client_address, client_key
-from router.http.direct_answer import listener_headers_key
 from router.http.errors import request_id_key
 from router.http.matched_route import matched_route
 from router.page.routes import FILES
@@ -151,6 +151,7 @@ class Entrance:
     def __init__(self, gate: Gate, cors: Cors, log: Log, clock: Callable[[], float]) -> None:
         self._gate = gate
         self._cors = cors
+        self._adds_headers = cors.allows_any or isinstance(gate, KeyGate)
         self._log = log
         self._clock = clock
         self._refused = 0  # since the last log line
@@ -162,6 +163,8 @@ class Entrance:
 
         @web.middleware
         async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._adds_headers:
+                request[listener_headers_key] = self._headers
             answer = self._cors.preflight(request)
             if answer is not None:
                 return answer
@@ -174,8 +177,6 @@ class Entrance:
                 self._say(request, error)
                 raise
             request[client_key], request[quota_claim_key] = client, claim
-            if self._cors.allows_any or _quota_key in request:
-                request[listener_headers_key] = self._headers
             try:
                 return await handler(request)
             finally:
@@ -183,17 +184,13 @@ class Entrance:
 
         return handle
 
-    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add CORS and quota headers, to streams too. Registered in Application.on_response_prepare."""
-        for name, value in self._headers(request).items():
-            response.headers.add(name, value)
-
     async def close(self, app: web.Application) -> None:
         """Log how many refusals no line has counted yet. Registered in Application.on_cleanup."""
         if self._refused:
             self._log.warning("refused a client: not logged individually", count=self._refused)
 
     def _headers(self, request: web.Request) -> dict[str, str]:
+        """Return the CORS and quota headers of an answer."""
         quota = request.get(_quota_key)
         limits = {} if quota is None else quota.headers()
         return self._cors.headers(request) | limits

@@ -17,7 +17,7 @@ from aiohttp import web
 from common.errors import Forbidden
 
 ALLOWED_METHODS = "GET, POST"
-EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry, " + ", ".join(
+EXPOSED = "X-Request-Id, request-id, Retry-After, X-Should-Retry, " + ", ".join(
     f"X-RateLimit-{what}-{of}" for what in ("Limit", "Remaining", "Reset") for of in ("Requests", "Tokens")
 )
 MAX_AGE_SECONDS = 600

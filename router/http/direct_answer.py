@@ -7,7 +7,7 @@ connection stay open.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -15,22 +15,11 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDict
 
-from router.http.errors import REQUEST_ID, SERVER, request_id_key
+from router.http.answer_headers import answer_headers
 from router.http.media_types import JSON
 
-Headers = Callable[[web.Request], Mapping[str, str]]
-# What the listener adds to every answer, where it adds anything.
-listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
-_HEAD = (
-    "HTTP/1.1 200 OK\r\n"
-    f"Content-Type: {JSON}\r\n"
-    f"{REQUEST_ID}: %s\r\n"
-    "%s"
-    "Content-Length: %d\r\n"
-    "Date: %s\r\n"
-    f"Server: {SERVER}\r\n"
-    "\r\n"
-)
+_LINE = "%s: %s\r\n".__mod__  # of a name and a value
+_HEAD = f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\n%sContent-Length: %d\r\nDate: %s\r\n\r\n"
 
 
 class ClientConnection(web.RequestHandler):
@@ -71,16 +60,12 @@ class DirectAnswer(_Direct):
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client disconnected")
-        extra = self._asked.get(listener_headers_key)
-        lines = ""
-        if extra is not None:
-            lines = "".join([f"{name}: {value}\r\n" for name, value in extra(self._asked).items()])
+        lines = "".join(map(_LINE, answer_headers(self._asked).items()))
         connection = request.protocol
         if isinstance(connection, ClientConnection) and connection.leaving:
             self._keep_alive = False
             lines += "Connection: close\r\n"
-        identity = self._asked[request_id_key]
-        head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
+        head = _HEAD % (lines, len(self._json), rfc822_formatted_time())
         transport.write(head.encode("ascii") + self._json)
         if connection.writing_paused:
             # aiohttp handles the next request of the connection after this: without it, answers would pile up.
@@ -109,14 +94,11 @@ class DirectStream(_Direct):
         headers = CIMultiDict(self._own_headers)
         headers["Transfer-Encoding"] = "chunked"
         headers["Date"] = rfc822_formatted_time()
-        headers["Server"] = SERVER
         connection = request.protocol
         if isinstance(connection, ClientConnection) and connection.leaving:
             self._keep_alive = False
             headers["Connection"] = "close"
-        extra = self._asked.get(listener_headers_key)
-        if extra is not None:
-            headers.update(extra(self._asked))
+        headers.update(answer_headers(self._asked))
         writer = self._payload_writer = request.writer
         writer.enable_chunking()
         await writer.write_headers("HTTP/1.1 200 OK", headers)

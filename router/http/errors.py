@@ -153,8 +153,6 @@ def error_middleware(
             response = await handler(request)
         except Exception as error:
             response = _refusal(error, request, log, errors)
-        if not response.prepared:
-            response.headers[REQUEST_ID] = request[request_id_key]
         answered(request, response)
         return response
 

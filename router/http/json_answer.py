@@ -14,7 +14,6 @@ from typing import TypeGuard
 from aiohttp import HttpVersion11, web
 
 from router.http.direct_answer import DirectAnswer, fits
-from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import JSON
 
 PIECE = 1 << 17  # bytes per write; a smaller body is written at once
@@ -32,7 +31,7 @@ async def send_json(request: web.Request, parts: Sequence[BodyPart]) -> web.Stre
             return (
                 DirectAnswer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
             )
-    response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
+    response = web.StreamResponse()
     response.content_type, response.content_length = JSON, size
     if size is None:
         if request.version == HttpVersion11:

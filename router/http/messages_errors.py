@@ -1,10 +1,11 @@
-"""Errors as Anthropic's clients read them."""
+"""Errors and the header of the request's id as Anthropic's clients read them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MESSAGES = "/v1/messages"
+ANTHROPIC_REQUEST_ID = "request-id"  # of these answers, beside X-Request-Id
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

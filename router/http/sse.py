@@ -8,7 +8,6 @@ from aiohttp import HttpVersion11, web
 
 from common.errors import ClientGone
 from router.http.direct_answer import DirectStream, fits
-from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import EVENTS
 
 DONE = b"data: [DONE]\n\n"
@@ -37,12 +36,11 @@ class SseWriter:
         """Send the head of the answer and its first events, if there are any."""
         self.started = True
         request = self._request
-        headers = {**HEADERS, REQUEST_ID: request[request_id_key]}
         response: web.StreamResponse
         if fits(request):
-            response = DirectStream(request, headers)
+            response = DirectStream(request, HEADERS)
         else:
-            response = web.StreamResponse(headers=headers)
+            response = web.StreamResponse(headers=HEADERS)
             if request.version == HttpVersion11:
                 response.enable_chunked_encoding()
             else:

@@ -13,9 +13,10 @@ from typing import Any
 
 from aiohttp import HttpVersion10, hdrs, web
 
+from router.http.answer_headers import add_answer_headers
 from router.http.body_memory import BodyMemory
 from router.http.direct_answer import ClientConnection
-from router.http.errors import SERVER, broken_request, refused_connection
+from router.http.errors import broken_request, refused_connection
 from router.http.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.process.turns import Turns
 from router.server.connections import ConnectionLimit
@@ -43,7 +44,7 @@ def http_runner(
     app: web.Application, limit: ConnectionLimit | None = None, write_timeout: float = WRITE_TIMEOUT
 ) -> web.AppRunner:
     """Build the HTTP server of an application, with the limits that do not depend on handlers."""
-    app.on_response_prepare.append(_name_server)
+    app.on_response_prepare.append(add_answer_headers)
     app[memory_key] = BodyMemory()
     app[pieces_key] = Turns(PIECES_PER_TURN)
     return _Runner(
@@ -62,10 +63,6 @@ def http_runner(
         # A small compressed body must not become a large one.
         auto_decompress=False,
     )
-
-
-async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[hdrs.SERVER] = SERVER
 
 
 def leave(runner: web.AppRunner) -> None:

@@ -215,7 +215,6 @@ def application(
     app = web.Application(
         client_max_size=body_bytes, middlewares=[error_middleware(log, errors, answered), entrance.middleware]
     )
-    app.on_response_prepare.append(entrance.add_headers)
     app.on_cleanup.extend((errors.close, entrance.close))
     for add in routes:
         add(app)

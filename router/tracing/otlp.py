@@ -10,7 +10,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
 from common.observability.logs import Log
-from router.http.direct_answer import listener_headers_key
+from router.http.answer_headers import listener_headers_key
 from router.metrics.request_series import RequestFigures
 from router.metrics.timeline import Timeline
 from router.metrics.trace_context import TRACEPARENT, TraceContext
@@ -48,13 +48,7 @@ class OtlpTraces(Traces):
             request[listener_headers_key] = lambda asked: {**others(asked), TRACEPARENT: trace.header}
             return await handler(request)
 
-        async def tell(request: web.Request, response: web.StreamResponse) -> None:
-            trace = request.get(trace_key)
-            if trace is not None:
-                response.headers[TRACEPARENT] = trace.header
-
         app.middlewares.append(begin)
-        app.on_response_prepare.append(tell)
 
     def finished(self, timeline: Timeline, figures: RequestFigures) -> None:
         trace = timeline.trace

@@ -110,13 +110,16 @@ async def test_anthropic(rig: Rig, tokenizer: Tokenizer) -> None:
     text = rig.tokenizer.decode(HELLO[:2], True)
     asked: dict[str, Any] = {"model": "tiny-target", "max_tokens": 500, "messages": [USER]}
     async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
-        answer = await client.messages.create(**asked, system="Be brief.")
+        raw = await client.messages.with_raw_response.create(**asked, system="Be brief.")
+        answer = raw.parse()
         assert (answer.content[0].text, answer.stop_reason, answer.usage.output_tokens) == (
             text,
             "end_turn",
             3,
         )
+        assert raw.request_id == answer.id.removeprefix("msg_")
         async with client.messages.stream(**asked) as stream:
+            assert stream.request_id
             assert "".join([piece async for piece in stream.text_stream]) == text
             final = await stream.get_final_message()
         assert (final.content[0].text, final.usage.cache_read_input_tokens) == (text, 3)
@@ -124,8 +127,9 @@ async def test_anthropic(rig: Rig, tokenizer: Tokenizer) -> None:
         assert count.input_tokens == final.usage.input_tokens + 3
         with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
             await client.messages.create(**{**asked, "max_tokens": 9_999})
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(anthropic.NotFoundError) as refused:
             await client.messages.create(**{**asked, "model": "other"})
+        assert refused.value.request_id == refused.value.body["request_id"]
         answers(rig, tokenizer, THOUGHT + OBJECT_CALLS, "stop")
         rig.generator.scripts = rig.generator.scripts[1:]
         tools = [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS]

@@ -218,7 +218,7 @@ async def test_refusals_have_anthropics_form(rig: Rig, body: dict[str, Any], par
     status, answer, headers = await rig.post(PATH, body)
     assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
     assert answer["error"]["param"] == param, answer
-    assert answer["request_id"] == headers["x-request-id"]
+    assert answer["request_id"] == headers["x-request-id"] == headers["request-id"]
 
 
 def test_images_are_given_by_url_or_as_data() -> None:
@@ -233,8 +233,9 @@ def test_images_are_given_by_url_or_as_data() -> None:
 async def test_other_errors_have_anthropics_form(serve: Serve) -> None:
     rig = await serve(gate=key_gate())
     body = {"max_tokens": 9, "messages": [USER]}
-    status, answer, _ = await rig.post(PATH, body, {"x-api-key": "wrong"})
+    status, answer, headers = await rig.post(PATH, body, {"x-api-key": "wrong"})
     assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    assert answer["request_id"] == headers["request-id"]
     status, answer, _ = await rig.post(PATH, body, bearer("secret-ops"))
     assert (status, answer["error"]["type"]) == (403, "permission_error")
     key = {"x-api-key": "secret-a", "anthropic-version": "2023-06-01"}

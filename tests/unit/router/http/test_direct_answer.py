@@ -26,10 +26,15 @@ from tests.unit.router.scripted_generator import one_by_one
 
 PAGE = "https://page.example"
 BODY = {"prompt": [300, 301], "max_tokens": 1}
+MESSAGE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+# Anthropic's clients read the id under another name.
+ROUTES = {"/v1/completions": (BODY, False), "/v1/messages": (MESSAGE, True)}
 
 
+@pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("keys", [False, True])
-async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool) -> None:
+async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool, path: str) -> None:
+    body, anthropic = ROUTES[path]
     key = api_key("secret", "a", requests_per_minute=100)
     gate = KeyGate(KeyRing([key], lambda: 0.0), Quotas(Clock()), None, False, False) if keys else None
     rig = await serve(gate=gate, cors=Cors((PAGE,)) if keys else None)
@@ -38,9 +43,9 @@ async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool
         rig.generator.will(*one_by_one([50]))
         own = {"Connection": connection, "X-Request-Id": "an-id", "Host": "x"}
         headers = own | ({"Origin": PAGE, **bearer("secret")} if keys else {})
-        status, answer, head = await rig.post("/v1/completions", BODY, headers)
+        status, answer, head = await rig.post(path, body, headers)
         assert status == 200
-        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["id"].endswith("an-id")
         # The quota is smaller at the second request.
         heads.append(
             {name: value for name, value in head.items() if "remaining" not in name and "reset" not in name}
@@ -50,36 +55,40 @@ async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool
     assert direct.pop("date")[:16] == ordinary.pop("date")[:16]
     assert direct == ordinary
     assert (direct["x-request-id"], direct["server"]) == ("an-id", "tandem")
+    assert direct.get("request-id") == ("an-id" if anthropic else None)
     assert ("access-control-allow-origin" in direct) == ("x-ratelimit-limit-requests" in direct) == keys
 
 
+@pytest.mark.parametrize("path", ROUTES)
 async def test_the_head_of_a_stream_is_that_of_an_ordinary_one_and_arrives_with_its_first_events(
-    serve: Serve,
+    serve: Serve, path: str
 ) -> None:
+    body, anthropic = ROUTES[path]
     gate = KeyGate(KeyRing([api_key("secret", "a")], lambda: 0.0), Quotas(Clock()), None, False, False)
     rig = await serve(gate=gate, cors=Cors((PAGE,)))
-    data, heads = json.dumps({**BODY, "stream": True}).encode(), []
+    data, heads = json.dumps({**body, "stream": True}).encode(), []
     for connection in ("keep-alive", "close"):
         rig.generator.will(*one_by_one([50]))
         reader, writer = await asyncio.open_connection(rig.host, rig.port)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: an-id\r\n"
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: an-id\r\n"
             b"Authorization: Bearer secret\r\nOrigin: %b\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n%b"
-            % (PAGE.encode(), connection.encode(), len(data), data)
+            % (path.encode(), PAGE.encode(), connection.encode(), len(data), data)
         )
         async with asyncio.timeout(PATIENCE):
             received = await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
-        head, _, body = received.decode().partition("\r\n\r\n")
+        head, _, events = received.decode().partition("\r\n\r\n")
         status, *lines = head.split("\r\n")
         assert status == "HTTP/1.1 200 OK"
-        assert "data: {" in body
+        assert "data: {" in events
         heads.append({name.lower(): value for name, value in (line.split(": ", 1) for line in lines)})
     direct, ordinary = heads
     assert ordinary.pop("connection") == "close"
     assert direct.pop("date")[:16] == ordinary.pop("date")[:16]
     assert direct == ordinary
     assert (direct["access-control-allow-origin"], direct["server"]) == (PAGE, "tandem")
+    assert (direct["x-request-id"], direct.get("request-id")) == ("an-id", "an-id" if anthropic else None)
 
 
 async def json_answer(request: web.Request) -> web.StreamResponse:

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from common.errors import ConfigError
 from common.observability.logs import Log
+from router.http.answer_headers import add_answer_headers
 from router.metrics.request_series import RequestFigures
 from router.metrics.timeline import Timeline
 from router.tracing import choice, span_sender
@@ -42,6 +43,7 @@ async def test_a_request_is_traced_to_the_collector() -> None:
         app = web.Application()
         app.router.add_get("/", answer)
         traces.add_to(app)
+        app.on_response_prepare.append(add_answer_headers)
         async with TestClient(TestServer(app)) as client:
             async with client.get("/", headers={"traceparent": PARENT}) as response:
                 own = response.headers["traceparent"]
