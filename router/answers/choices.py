@@ -52,6 +52,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     index: int = 0  # among the prompts of the request
     images: tuple[PromptImage, ...] = ()
     text: str | None = None  # without special tokens; None: the client sent token ids or messages
+    identity: str | None = None  # its own id; None: its answers are numbered under that of the request
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
@@ -62,6 +63,16 @@ class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
     grammar: str
     rules: TokenRules | None
     kept: frozenset[int] = frozenset()  # special tokens that are never skipped
+
+
+def choice_ids(request_id: str, prompt: Prompt, count: int) -> list[tuple[str, ...]]:
+    """Return the ids of each of the `count` answers to a prompt: first its own, then others that mean it, too."""
+    name, first = request_id, prompt.index * count
+    others: tuple[str, ...] = ()
+    if prompt.identity is not None:
+        name, first, others = prompt.identity, 0, (request_id,)
+    numbers = range(first, first + count)
+    return [(f"{name}-{number}", name, *others) if number else (name, *others) for number in numbers]
 
 
 class ChoiceMaker:
@@ -107,11 +118,13 @@ class ChoiceMaker:
         priority = check_priority(body.priority, client.most_urgent)
         session = session_key(client, request.headers)
         reported = reported_stops(body, sampling, model)
-        choices, trace = [], request.get(trace_key)
-        drawn = zip(samplings(sampling, count), shares(count), strict=True)
-        for number, (own, share) in enumerate(drawn, start=prompt.index * count):
+        choices, trace = list[Choice](), request.get(trace_key)
+        ids = choice_ids(request[request_id_key], prompt, count)
+        for own, share, (identity, *others) in zip(
+            samplings(sampling, count), shares(count), ids, strict=True
+        ):
             asked = GenerationRequest(
-                request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
+                identity,
                 tokens,
                 own,
                 streamed=bool(body.stream),
@@ -124,8 +137,9 @@ class ChoiceMaker:
                 batch=batch,
                 share=share,
                 arrived=request[arrived_key],
-                trace=trace if trace is None or number == 0 else trace.sibling(),
+                trace=trace if trace is None or not (prompt.index or choices) else trace.sibling(),
                 states=answer_states(body, model.states, len(tokens), own.max_tokens),
+                known_as=tuple(others),
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)
             include_stop = bool(body.include_stop_str_in_output)

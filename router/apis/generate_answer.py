@@ -49,9 +49,9 @@ class GenerateForm:
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(
-        self, task: GenerateTask, identity: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int]
+        self, task: GenerateTask, ids: Sequence[str], tokenizer: Tokenizer, prompt_tokens: Sequence[int]
     ) -> None:
-        """`identity`: the id of the request."""
+        """`ids` and `prompt_tokens`: of each choice."""
         self._listed = task.listed
         self._logprobs = task.logprobs
         self._top = task.completion.logprobs or 0
@@ -62,7 +62,7 @@ class GenerateForm:
                 f"logprob_start_len is {task.start}; a prompt of the request has {min(prompt_tokens)} tokens",
                 param="logprob_start_len",
             )
-        self._identity = identity
+        self._ids = ids
         self._tokenizer = tokenizer
         self._choices = [_Choice(count) for count in prompt_tokens]
         self._late: list[int] = []  # choices whose last event has hidden states and is sent after all others
@@ -176,7 +176,7 @@ class GenerateForm:
         """Return the JSON object of a choice, in parts."""
         choice = self._choices[index]
         meta: dict[str, Any] = {
-            "id": self._identity if index == 0 else f"{self._identity}-{index}",
+            "id": self._ids[index],
             "finish_reason": choice.finish,
             "prompt_tokens": choice.prompt_tokens,
             "completion_tokens": len(choice.ids),

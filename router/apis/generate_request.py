@@ -12,10 +12,11 @@ from common.errors import InvalidRequest
 from router.requests.constraint_fields import StructuredOutputs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
-from router.requests.openai_schema import CompletionRequest, RequestId, Text
+from router.requests.openai_schema import MAX_PROMPTS, CompletionRequest, RequestId, Text
 from router.requests.sampling_fields import SamplingFields
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
+_ONE = "one prompt that is not in a list"
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
@@ -73,7 +74,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    rid: RequestId | None = None
+    # of the request, or of each prompt
+    rid: RequestId | Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)] | None = None
     priority: int | None = None  # higher first
     extra_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None
@@ -132,6 +134,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[PromptsOfGenerate, ...] = ()
     listed: bool  # the answer is a list, because the request has several prompts or choices
     rid: str | None
+    rids: tuple[str, ...] = ()  # of each prompt, if they have ids of their own
     logprobs: bool
     with_text: bool  # log-probabilities name the text of each token
     # The first position of the prompt that is listed with its log-probability; None: none.
@@ -168,6 +171,13 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
     prompt, listed = _prompt(request)
     if own:
         _check_list(samplings, len(prompt) if listed else None)
+    rids = tuple(request.rid) if isinstance(request.rid, list) else None
+    if rids is not None and (not listed or len(rids) != len(prompt)):
+        asked = f"{len(prompt)} prompts" if listed else _ONE
+        raise InvalidRequest(
+            f"rid lists {len(rids)} ids for {asked}; send one for each, or a string for the request",
+            param="rid",
+        )
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
     start = _first_scored(request)
@@ -175,7 +185,8 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         completion=_completion(request, samplings[0], prompt, start),
         own=tuple(_completion(request, each, "", start) for each in samplings) if own else (),
         listed=listed or (samplings[0].n or 1) > 1,
-        rid=request.rid,
+        rid=request.rid if isinstance(request.rid, str) else None,
+        rids=rids or (),
         logprobs=bool(request.return_logprob),
         with_text=bool(request.return_text_in_logprobs),
         start=start,
@@ -206,7 +217,7 @@ def _completion(
 def _check_list(samplings: Sequence[GenerateSampling], prompts: int | None) -> None:
     """Require one item for each prompt, all with the same number of answers. `prompts`: None for one, not in a list."""
     if len(samplings) != prompts:
-        listed = "one prompt that is not in a list" if prompts is None else f"{prompts} prompts"
+        listed = _ONE if prompts is None else f"{prompts} prompts"
         raise InvalidRequest(
             f"sampling_params lists {len(samplings)} objects for {listed}; send one for each, or an object for all",
             param="sampling_params",

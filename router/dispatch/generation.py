@@ -51,6 +51,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     arrived: float | None = None  # monotonic seconds at which its HTTP request arrived
     trace: TraceContext | None = None  # None: not traced
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
+    # Other ids under which its client may abort it: those of its prompt and of the HTTP request.
+    known_as: tuple[str, ...] = ()
 
 
 class TokenDelta(msgspec.Struct):

@@ -34,7 +34,11 @@ class RunningRequests:
     def abort(self, client: str, identities: Iterable[str]) -> int:
         """Abort all prompts of the requests with one of these ids, if they are the client's; return how many."""
         wanted = set(identities)
-        found = [flight for flight in self._of.get(client, ()) if _http_ids(flight) & wanted]
+        found = [
+            flight
+            for flight in self._of.get(client, ())
+            if not wanted.isdisjoint((flight.request.request_id, *flight.request.known_as))
+        ]
         for flight in found:
             flight.abort()
         return len(found)
@@ -45,10 +49,3 @@ class RunningRequests:
         for flight in found:
             flight.abort()
         return len(found)
-
-
-def _http_ids(flight: InFlight) -> set[str]:
-    """Return the ids under which a client knows the prompt: its own, and that of a request with several prompts."""
-    identity = flight.request.request_id
-    first, _, index = identity.rpartition("-")
-    return {identity, first} if index.isdecimal() else {identity}

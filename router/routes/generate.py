@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
 
+from common.errors import InvalidRequest
+from router.answers.choices import Prompt, choice_ids
 from router.answers.openai_responses import CompletionFormat
 from router.apis.generate_answer import GenerateForm
 from router.apis.generate_request import GenerateTask, names_of, sampling_names
 from router.apis.renamed_fields import renamed_fields
 from router.apis.tasks import GENERATE
-from router.http.errors import request_id_key, use_request_id
+from router.http.errors import clean_request_id, request_id_key, use_request_id
 from router.http.request_body import received
 from router.routes.openai import OpenAiRoutes, OwnFields
 from router.text.service import TextService
@@ -34,12 +37,38 @@ class GenerateRoutes:
         async with received(request) as memory:
             task = await self._texts.read_task(GENERATE, memory.take())
             use_request_id(request, task.rid)
-            show = partial(self._form, task, request[request_id_key])
+            identities = _identities(task.rids)
+            show = partial(self._form, task, request[request_id_key], identities)
             own = OwnFields(task.own, sampling_names) if task.own else None
             with renamed_fields(names_of(task)):
-                return await self._openai.answer_completion(request, task.completion, memory, show, own)
+                return await self._openai.answer_completion(
+                    request, task.completion, memory, show, own, identities
+                )
 
     def _form(
-        self, task: GenerateTask, identity: str, _: CompletionFormat, prompt_tokens: list[int]
+        self,
+        task: GenerateTask,
+        request_id: str,
+        identities: Sequence[str],
+        _: CompletionFormat,
+        prompt_tokens: Sequence[int],
     ) -> GenerateForm:
-        return GenerateForm(task, identity, self._tokenizer, prompt_tokens)
+        prompts = [Prompt((), index, identity=each) for index, each in enumerate(identities or [None])]
+        count = len(prompt_tokens) // len(prompts)
+        ids = [own for prompt in prompts for own, *_ in choice_ids(request_id, prompt, count)]
+        return GenerateForm(task, ids, self._tokenizer, prompt_tokens)
+
+
+def _identities(given: Sequence[str]) -> list[str]:
+    """Return the ids of prompts as they are used. Raises InvalidRequest if two are the same, or nothing is left."""
+    found: list[str] = []
+    for index, each in enumerate(given):
+        identity = clean_request_id(each)
+        if not identity:
+            raise InvalidRequest("an id needs a letter or a digit", param=f"rid[{index}]")
+        if identity in found:
+            raise InvalidRequest(
+                f"the id {identity} is that of an earlier prompt, too", param=f"rid[{index}]"
+            )
+        found.append(identity)
+    return found

@@ -171,14 +171,18 @@ class OpenAiRoutes:
         memory: Received,
         show: ShowCompletion,
         own: OwnFields | None = None,
+        identities: Sequence[str] = (),
     ) -> web.StreamResponse:
         """Answer prompts of an API other than OpenAI's completions.
 
-        `show` makes the form of the answer; `own` are the fields of each prompt, if they differ.
+        Args:
+            show: makes the form of the answer.
+            own: the fields of each prompt, if they differ.
+            identities: the id of each prompt, if they have ids of their own.
         """
         model = self._model()
         with self._active:
-            return await self._complete(request, body, model, memory, show, own)
+            return await self._complete(request, body, model, memory, show, own, identities)
 
     async def _complete(
         self,
@@ -188,6 +192,7 @@ class OpenAiRoutes:
         memory: Received,
         show: ShowCompletion,
         own: OwnFields | None = None,
+        identities: Sequence[str] = (),
     ) -> web.StreamResponse:
         if body.rid is not None or body.request_id is not None:
             use_request_id(request, body.rid, body.request_id)
@@ -213,7 +218,7 @@ class OpenAiRoutes:
             text = prompt if isinstance(prompt := given[index], str) else None
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            asked = Prompt(ids, index, text=text)
+            asked = Prompt(ids, index, text=text, identity=identities[index] if identities else None)
             try:
                 if options is None or own is not None:
                     grammar = await self._texts.grammar(read_constraint(fields), model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -57,18 +58,25 @@ async def test_a_flush_empties_the_prefix_caches(cluster: RunningCluster) -> Non
             raise AssertionError("the prefix cache is never empty")
 
 
-async def test_an_abort_ends_a_stream(cluster: RunningCluster) -> None:
+async def test_an_abort_ends_one_prompt_of_a_stream(cluster: RunningCluster) -> None:
     sampling = {"max_new_tokens": 1500, "ignore_eos": True}
-    body = {"text": "Question:", "stream": True, "rid": "long", "sampling_params": sampling}
+    body = {"text": ["Question:"] * 2, "stream": True, "rid": ["one", "two"], "sampling_params": sampling}
+    ended = []
     async with aiohttp.ClientSession(cluster.url) as session:
         async with session.post("/generate", json=body) as response:
             lines = response.content.__aiter__()
             await anext(lines)
-            async with session.post("/abort_request", json={"rid": "long"}) as ended:
-                assert ended.status == 200
-            *_, last, _, done, _ = [line async for line in lines]
-        assert b'"type":"abort"' in last
-        assert done == b"data: [DONE]\n"
+            async with session.post("/abort_request", json={"rid": "two"}) as answer:
+                assert answer.status == 200
+            async for line in lines:
+                if b'"type":"abort"' in line:
+                    ended.append(json.loads(line.removeprefix(b"data: "))["meta_info"]["id"])
+                    async with session.post("/abort_request", json={"rid": "one"}) as answer:
+                        assert answer.status == 200
+                elif line.strip():
+                    last = line
+        assert ended == ["two", "one"]
+        assert last == b"data: [DONE]\n"
         for _ in range(500):
             async with session.get("/load") as response:
                 if await response.json() == {"server_load": 0}:

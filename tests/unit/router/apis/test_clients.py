@@ -111,7 +111,7 @@ async def test_anthropic(rig: Rig, tokenizer: Tokenizer) -> None:
     asked: dict[str, Any] = {"model": "tiny-target", "max_tokens": 500, "messages": [USER]}
     async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0) as client:
         raw = await client.messages.with_raw_response.create(**asked, system="Be brief.")
-        answer = raw.parse()
+        answer = await raw.parse()
         assert (answer.content[0].text, answer.stop_reason, answer.usage.output_tokens) == (
             text,
             "end_turn",

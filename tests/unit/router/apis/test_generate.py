@@ -87,6 +87,26 @@ async def test_several_prompts_give_a_list(rig: Rig, prompts: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_each_prompt_may_have_an_id_of_its_own(rig: Rig, padding: int) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    body = {"text": ["a", "b"], "rid": ["x", "y 7"], "sampling_params": {"n": 2, "temperature": 1}}
+    header = {"X-Request-Id": "whole"}
+    raw = json.dumps(body).encode() + b" " * padding
+    _, answer, headers = await rig.post("/generate", raw, header)
+    assert [each["meta_info"]["id"] for each in answer] == ["x", "x-1", "y7", "y7-1"]
+    assert headers["x-request-id"] == "whole"
+    known = {each.request_id: each.known_as for each in rig.generator.requests}
+    assert known == {
+        "x": ("whole",),
+        "x-1": ("x", "whole"),
+        "y7": ("whole",),
+        "y7-1": ("y7", "whole"),
+    }
+    streamed = events(await rig.raw("/generate", {**body, "stream": True}, header))
+    assert {event["meta_info"]["id"] for event in streamed} == set(known)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 16])
 async def test_sampling_params_of_each_prompt(rig: Rig, padding: int) -> None:
     rig.generator.will(*one_by_one(HELLO))
     items = [
@@ -219,6 +239,11 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "rid": ["a"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["a"]}, "rid"),
+        ({"text": ["a"], "rid": []}, "rid"),
+        ({"text": ["a", "b"], "rid": ["a", "a\n"]}, "rid[1]"),
+        ({"text": ["a"], "rid": [" "]}, "rid[0]"),
+        ({"text": ["a"], "rid": [7]}, "rid[0]"),
         ({"text": "a", "model": "other"}, "model"),
     ],
 )

@@ -83,8 +83,8 @@ async def test_a_client_that_leaves_at_the_same_moment_is_gone() -> None:
         rig.nothing_left()
 
 
-def flight(identity: str, client: str) -> InFlight:
-    request = GenerationRequest(identity, [1], SamplingParams(max_tokens=1), client=client)
+def flight(identity: str, client: str, *known_as: str) -> InFlight:
+    request = GenerationRequest(identity, [1], SamplingParams(max_tokens=1), client=client, known_as=known_as)
     return InFlight(request, Timeline(identity, 0.0, client), 0.0)
 
 
@@ -93,15 +93,15 @@ def flight(identity: str, client: str) -> InFlight:
     [
         (["a"], ["a", "a-1", "a-2"]),
         (["a-1"], ["a-1"]),
-        (["b-x"], ["b-x"]),
+        (["b-7"], ["b-7"]),
         (["b"], []),
         (["c", "a-2"], ["a-2"]),
     ],
 )
 def test_ids(identities: list[str], aborted: list[str]) -> None:
-    """All prompts of a request end with it; requests of other clients are never reached."""
+    """All prompts of a request end with it; others, such as those of other clients, are never reached."""
     running = RunningRequests()
-    mine = [flight(name, "me") for name in ("a", "a-1", "a-2", "b-x")]
+    mine = [flight(name, "me", *known) for name, *known in (("a",), ("a-1", "a"), ("a-2", "a"), ("b-7",))]
     others = [flight(name, "you") for name in ("a", "b", "c")]
     for each in (*mine, *others):
         running.add(each)
