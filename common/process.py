@@ -1,8 +1,8 @@
 """The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
 
 Exit codes: 0 drained, 1 a defect (in the log is a traceback, or the stacks of a process that did not end), 2 the
-configuration or the model cannot be served, or no router takes the node, 3 the main loop of a node hung (stacks in the
-log), 4 a rank of a node has failed (the reason is in the log).
+configuration or the model cannot be served, or no router takes the node, 3 the main loop or the start of a node hung
+(stacks in the log), 4 a rank of a node has failed (the reason is in the log).
 """
 
 from __future__ import annotations
@@ -157,14 +157,27 @@ def run_node(
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
-        with _ready_file(resolved, name) as ready:
+        health = resolved.cluster.health
+        with _ready_file(resolved, name) as ready, contextlib.ExitStack() as starting:
+            starting.enter_context(reporter.watched(health.start_hang_timeout))
             build = import_build(resolved, name)
             with reporter.times.counting():
                 built = build(resolved, name, reporter, log)
-            serve(built, ready, resolved, reporter, log)
+
+            def started() -> None:
+                reporter.report("ready")
+                starting.close()
+                ready.set()
+
+            serve(built, ready, started, starting, health.hung_limit, log)
 
     def serve(
-        built: BuiltNode, ready: ReadyFile, resolved: Resolved, reporter: StartupReporter, log: Log
+        built: BuiltNode,
+        ready: ReadyFile,
+        started: Callable[[], None],
+        starting: contextlib.ExitStack,
+        hung_limit: float,
+        log: Log,
     ) -> None:
         def drain() -> None:
             ready.clear()
@@ -177,11 +190,11 @@ def run_node(
             gc.freeze()
             log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
             built.start()
-            reporter.report("ready")
-            ready.set()
-            with loop_watchdog(built.overdue, resolved.cluster.health.hung_limit, log):
+            started()
+            with loop_watchdog(built.overdue, hung_limit, log):
                 built.run()
         finally:
+            starting.close()
             end_within(END_SECONDS)
             gc.unfreeze()
             built.close()

@@ -33,12 +33,13 @@ def _die_with_parent() -> None:
 
 @dataclass(slots=True)
 class Child:
-    """One process of the cluster. `progress` is its latest start-up report."""
+    """One process of the cluster. `progress` is its latest start-up report, and `reports` their number."""
 
     name: str
     command: Sequence[str]
     log_path: Path
     progress: Progress = field(default_factory=lambda: Progress(phase="importing"))
+    reports: int = 0
     log_problem: str = ""  # why its output is lost; empty while it has a log
     _process: subprocess.Popen[bytes] | None = None
     _status: int = -1
@@ -132,6 +133,7 @@ class Child:
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):  # a dying process may write half a line
                 self.progress = msgspec.json.decode(line, type=Progress)
+                self.reports += 1
         return self.progress
 
     def signal(self, number: signal.Signals) -> None:

@@ -40,7 +40,8 @@ from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
-DETACH_TIMEOUT = 960.0
+# The supervisor itself ends a start without progress; how long a start takes in all is not known.
+DETACH_TIMEOUT = 86_400.0
 DETACHED_LOG = "supervisor.log"
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 

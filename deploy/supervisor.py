@@ -27,7 +27,7 @@ from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
 from deploy.ports import check_ports
 from deploy.process_table import State, Table, read_table, table_path, write_table
-from deploy.watcher import START_TIMEOUT, Report, Watcher
+from deploy.watcher import Report, StartBounds, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 PROBE_TIMEOUT = 60.0
@@ -101,7 +101,7 @@ class Supervisor:
     def supervise(self, children: list[Child]) -> None:
         """Set the processes of the cluster, the routers first, before any is started."""
         self.children = children
-        self._watcher = Watcher(children)
+        self._watcher = Watcher(children, self._resolved.cluster.health.start_hang_timeout)
 
     @property
     def run_dir(self) -> Path:
@@ -172,13 +172,13 @@ class Supervisor:
     # -- start-up ------------------------------------------------------------------------------------------------
 
     def _wait_loaded(self, show: Callable[[list[Child]], None]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
+        bounds = StartBounds(self._resolved.cluster.health.start_hang_timeout)
         while any(child.read_progress().phase != "ready" for child in self.children):
             show(self.children)
             self._check_children()
-            if time.monotonic() > deadline:
-                late = ", ".join(c.name for c in self.children if c.progress.phase != "ready")
-                raise StartError(f"not ready after {START_TIMEOUT:.0f} s: {late}")
+            for child in self.children:
+                if child.progress.phase != "ready" and (problem := bounds.problem(child)):
+                    raise StartError(f"{child.name} {problem}; see {child.log_path}")
             time.sleep(0.05)
         show(self.children)
 

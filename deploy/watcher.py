@@ -13,8 +13,36 @@ from deploy.backoff import Backoff
 from deploy.children import Child, describe_exit
 from deploy.process_table import ProcessRecord, ProcessState
 
-START_TIMEOUT = 900.0  # seconds in which a process must have loaded its weights
+# Seconds for which a process that starts may be silent longer than it may be without progress: one that makes progress
+# reports at least once a minute, and one that does not ends itself with a better reason, unless it is stopped.
+SILENT_SECONDS = 120.0
 Report = Callable[[str], None]
+
+
+class StartBounds:
+    """Tells which processes have been silent for too long while they start."""
+
+    def __init__(self, hang_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hang_timeout`: seconds for which one may be without progress; 0: without end."""
+        self._limit = hang_timeout + SILENT_SECONDS if hang_timeout else float("inf")
+        self._clock = clock
+        self._heard: dict[str, tuple[int, float]] = {}  # by name: its number of reports, and since when
+
+    def begin(self, child: Child) -> None:
+        """Begin to count: it was started, or is about to be killed."""
+        self._heard[child.name] = child.reports, self._clock()
+
+    def problem(self, child: Child) -> str:
+        """Return what is wrong with a process that is not ready; "" while it has time left."""
+        reports, since = self._heard.get(child.name, (-1, 0.0))
+        if reports != child.reports:
+            self.begin(child)
+            return ""
+        seconds, last = self._clock() - since, child.progress
+        if seconds <= self._limit:
+            return ""
+        share = f", {last.done} of {last.total}" if last.total else ""
+        return f"has reported no progress for {seconds:.0f} s (phase {last.phase}{share})"
 
 
 @dataclass(slots=True)
@@ -22,7 +50,6 @@ class _Watched:
     """One process. `restart_at` is set exactly while it is down."""
 
     child: Child
-    started_at: float
     backoff: Backoff = field(default_factory=Backoff)
     up_since: float | None = None
     restart_at: float | None = None
@@ -34,9 +61,13 @@ class _Watched:
 class Watcher:
     """Watches all processes without waiting for any: while one is down, the others are still watched."""
 
-    def __init__(self, children: Sequence[Child], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, children: Sequence[Child], hang_timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`hang_timeout`: seconds for which a process that starts may be without progress; 0: without end."""
         self._clock = clock
-        self._watched = {child.name: _Watched(child, clock()) for child in children}
+        self._bounds = StartBounds(hang_timeout, clock)
+        self._watched = {child.name: _Watched(child) for child in children}
 
     def check(self, report: Report) -> bool:
         """Check every process once and restart those that are due. Return whether a record changed."""
@@ -64,9 +95,9 @@ class Watcher:
             if each.restarts:
                 report(f"{child.name} is up again (pid {child.pid})")
             return True
-        if each.up_since is None and now - each.started_at > START_TIMEOUT:
-            report(f"{child.name} is not ready after {START_TIMEOUT:.0f} s: killing it; see {child.log_path}")
-            each.started_at = now
+        if each.up_since is None and (problem := self._bounds.problem(child)):
+            report(f"{child.name} {problem}: killing it; see {child.log_path}")
+            self._bounds.begin(child)
             child.signal(signal.SIGKILL)
         return False
 
@@ -76,7 +107,8 @@ class Watcher:
         except (OSError, subprocess.SubprocessError) as error:
             _schedule(each, now, f"failed to start ({error})", report)
             return
-        each.restart_at, each.started_at = None, now
+        each.restart_at = None
+        self._bounds.begin(each.child)
         each.restarts += 1
         report(f"{each.child.name} was restarted (pid {each.child.pid})")
 

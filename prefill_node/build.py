@@ -138,7 +138,7 @@ def build(
         shared: with the other half of a movable node, whose weights this half loads, too.
         others: the processes of the node's other ranks.
     """
-    report_compilations(lambda kernel, seconds: reporter.times.add("compilations", seconds))
+    report_compilations(reporter.compiled)
     check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     sockets = open_sockets(resolved, name)

@@ -9,6 +9,7 @@ import torch
 
 from common.engine.forward.batch import ForwardBatch
 from common.node.stopwatch import Stopwatch, stopwatch_for
+from common.observability.start_progress import progressed
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
@@ -103,6 +104,7 @@ def _measure(
             watch = start()
             draft.warm_up(batch, target(batch))
             watch.lap()
+            progressed("run a forward to measure it")
             rounds[-1].append(watch)
     if node.device.type == "cuda":
         torch.cuda.synchronize(node.device)

@@ -313,6 +313,8 @@ class Health(Section, frozen=True, kw_only=True):
     loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
     # Time after which a hung node ends its process, with stacks in its log, to be restarted; 0: never.
     hang_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
+    # Time without progress after which a node that starts ends its process, with stacks in its log; 0: never.
+    start_hang_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 900.0
     router_timeout: Seconds = 2.0  # time without an echo after which a node drops the router's requests
     drain_timeout: Seconds = 30.0
     # Time in which a lost node is expected back: requests wait for its role up to router.placement_wait.

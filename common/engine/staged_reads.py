@@ -25,6 +25,7 @@ from torch import Tensor
 from common.checkpoint.model_directory import opened
 from common.checkpoint.safetensors_header import TensorEntry, WeightFile
 from common.errors import ModelError
+from common.observability.start_progress import progressed
 from common.observability.start_times import count
 
 THREADS = 8
@@ -144,6 +145,7 @@ class StagedReads:
         try:
             started = time.perf_counter()
             job.filling.result()
+            progressed()
             self._waited += time.perf_counter() - started
             into[: job.nbytes].copy_(slot.pinned[: job.nbytes], non_blocking=True)
             if self._pinned:

@@ -21,6 +21,7 @@ from common.checkpoint.safetensors_header import FLOATS, TensorEntry, WeightFile
 from common.engine.layers.piece import Piece
 from common.engine.staged_reads import StagedReads
 from common.errors import ModelError
+from common.observability.start_progress import progressed
 
 STAGED = "cuda"  # the kind of device that is filled by way of pinned buffers
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
@@ -76,9 +77,10 @@ def load_weights(
     total = sum(file.num_bytes for file in files)
     loaded = 0
 
-    def filled(entry: TensorEntry) -> None:
+    def filled(name: str, entry: TensorEntry) -> None:
         nonlocal loaded
         loaded += entry.end - entry.begin
+        progressed(f"read {name}")
         if progress is not None:
             progress(loaded, total)
 
@@ -93,7 +95,7 @@ def load_weights(
 
 
 def _fill_mapped(
-    file: WeightFile, wanted: Mapping[str, Sequence[Piece]], filled: Callable[[TensorEntry], None]
+    file: WeightFile, wanted: Mapping[str, Sequence[Piece]], filled: Callable[[str, TensorEntry], None]
 ) -> None:
     """Fill all pieces of a file from mapped memory."""
     try:
@@ -101,7 +103,7 @@ def _fill_mapped(
             for name, entry in file.tensors.items():
                 for piece in wanted.get(name, ()):
                     fill_piece(piece, source)
-                filled(entry)
+                filled(name, entry)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
 
@@ -110,7 +112,7 @@ def _fill_staged(
     file: WeightFile,
     wanted: Mapping[str, Sequence[Piece]],
     staged: StagedReads,
-    filled: Callable[[TensorEntry], None],
+    filled: Callable[[str, TensorEntry], None],
 ) -> None:
     """Fill all pieces of a file on a GPU."""
     here = {name: [piece for piece in wanted.get(name, ()) if not piece.elsewhere] for name in file.tensors}
@@ -123,7 +125,7 @@ def _fill_staged(
         for name, pieces in here.items():
             for piece in pieces:
                 _fill(piece, next(blocks))
-            filled(file.tensors[name])
+            filled(name, file.tensors[name])
 
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:

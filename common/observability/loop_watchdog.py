@@ -55,7 +55,7 @@ def loop_watchdog(overdue: Callable[[], float], limit: float, log: Log) -> Itera
         yield
         return
     stop = threading.Event()
-    _end_later(HELD_FACTOR * limit)
+    end_later(HELD_FACTOR * limit)
     watcher = threading.Thread(target=_watch, args=(stop, overdue, limit, log), name="watchdog", daemon=True)
     watcher.start()
     try:
@@ -73,16 +73,17 @@ def _watch(stop: threading.Event, overdue: Callable[[], float], limit: float, lo
         if meter.exceeded(time.monotonic(), late):
             _end(meter.seconds, log)
         # The delay allows for the announced work, which may hold the lock.
-        _end_later(HELD_FACTOR * limit - min(late, 0.0))
+        end_later(HELD_FACTOR * limit - min(late, 0.0))
 
 
 def _end(seconds: float, log: Log) -> None:
-    _end_later(LAST_WORDS_SECONDS)
+    end_later(LAST_WORDS_SECONDS)
     faulthandler.dump_traceback(all_threads=True)
     log.error("the main loop hangs: the process ends itself", seconds_past_announced_work=round(seconds, 1))
     os._exit(EXIT_HUNG)
 
 
-def _end_later(seconds: float) -> None:
+def end_later(seconds: float) -> None:
+    """End this process with exit code 1 and the stacks of all threads after `seconds`, unless called again before."""
     with contextlib.suppress(RuntimeError):  # no thread can be started; the earlier timer stays
         faulthandler.dump_traceback_later(seconds, exit=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from types import TracebackType
 from typing import Literal, Protocol
@@ -14,7 +15,9 @@ from typing import Literal, Protocol
 import msgspec
 
 from common.observability.logs import Log
+from common.observability.start_progress import StartProgress, progressed
 from common.observability.start_times import StartTimes
+from common.observability.start_watchdog import start_watchdog
 
 Phase = Literal[
     "importing",
@@ -32,6 +35,8 @@ Phase = Literal[
 
 
 LONG: tuple[Phase, ...] = ("verifying", "loading")  # reported repeatedly
+# A process that makes progress repeats its last line this often: its supervisor kills one that is silent for long.
+REPEAT_SECONDS = 60.0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +62,10 @@ class StartupReporter:
         self._log = log
         self._last = 0.0
         self._percent = -1
+        self._line = b""
+        self._writing = threading.Lock()  # the thread of the watchdog writes, too
         self.times = StartTimes()
+        self._progress = StartProgress()
 
     def __enter__(self) -> StartupReporter:
         return self
@@ -76,6 +84,7 @@ class StartupReporter:
         """
         now = time.monotonic()
         self.times.enter(phase)
+        self._progress.enter(phase, done, total)
         if phase in LONG and done < total:
             percent = 100 * done // total
             if now - self._last < 0.1 or percent == self._percent:
@@ -86,15 +95,47 @@ class StartupReporter:
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)
         if phase == "ready":
             self._log.info("start-up took", **self.times.fields())
-        if self._descriptor is None:
-            return
-        line = msgspec.json.encode(Progress(phase=phase, done=done, total=total, message=message)) + b"\n"
-        try:
-            os.write(self._descriptor, line)
-        except OSError:
-            self.close()
+        self._line = (
+            msgspec.json.encode(Progress(phase=phase, done=done, total=total, message=message)) + b"\n"
+        )
+        self._write()
+
+    def compiled(self, kernel: str, seconds: float) -> None:
+        """Count a kernel that was compiled during the start."""
+        self.times.add("compilations", seconds)
+        progressed(f"compiled {kernel.partition('[')[0]}")
+
+    def watched(self, limit: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context that ends this process once its start makes no progress for `limit` seconds; 0: never."""
+        return start_watchdog(
+            self._progress,
+            limit,
+            self._log,
+            lambda problem: self.report("failed", message=problem),
+            self._repeat,
+        )
+
+    def _repeat(self) -> None:
+        """Show that there is progress although no line has said so for a while."""
+        now = time.monotonic()
+        if now - self._last >= REPEAT_SECONDS:
+            self._last = now
+            self._write()
+
+    def _write(self) -> None:
+        with self._writing:
+            if self._descriptor is None:
+                return
+            try:
+                os.write(self._descriptor, self._line)
+            except OSError:
+                self._close()
 
     def close(self) -> None:
+        with self._writing:
+            self._close()
+
+    def _close(self) -> None:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # the number was not a descriptor
                 os.close(self._descriptor)

@@ -14,6 +14,7 @@ from common.errors import ConfigError, RankFailed
 from common.ipc.ring import RingReader, RingWriter
 from common.node.ranks.member import BuiltRank, Member, run_rank
 from common.observability.logs import Log
+from common.observability.start_progress import progressed
 
 
 class EchoWork:
@@ -60,6 +61,8 @@ def build(member: Member, log: Log) -> BuiltRank:
     member.report("loading", 5, 10)
     if (directory / f"notice-{member.begin.rank}").exists():
         raise RankFailed(2, "rank 2 has ended")
+    if (directory / f"hang-{member.begin.rank}").exists():
+        this_loader_blocks()
     if (directory / "refuse").exists():
         raise ConfigError("decode.pool_tokens", "there is no room")
     given = member.exchange(b"of rank %d" % member.begin.rank)
@@ -67,6 +70,11 @@ def build(member: Member, log: Log) -> BuiltRank:
     (directory / f"pid-{member.begin.rank}").write_text(str(os.getpid()))
     work = EchoWork(directory / f"frames-{member.begin.rank}")
     return BuiltRank(work, EchoService(member.commands, member.events))
+
+
+def this_loader_blocks() -> None:
+    progressed("read layers.7")
+    time.sleep(3600)
 
 
 if __name__ == "__main__":

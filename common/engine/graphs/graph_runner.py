@@ -24,6 +24,7 @@ from common.engine.graphs.slots import Inputs, StaticInputs
 from common.engine.graphs.spec import CaptureSpec, GraphKey, ShapeKey
 from common.engine.ops.triton_kernel import COMPILE_ERRORS
 from common.messages.identity import GraphTotals
+from common.observability.start_progress import progressed
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
@@ -116,6 +117,10 @@ class GraphRunner(Generic[Batch, Output]):
                 inputs = self.inputs.idle(key.shape)
                 self.program.plan(self.program.idle(key.shape), inputs)
                 self.program.run(inputs, key.variant)
+                progressed(f"run {self._named(key)}")
+
+    def _named(self, key: GraphKey) -> str:
+        return f"{self.spec.phase} of {self.spec.model}, {key.shape.tokens} tokens {key.variant}".rstrip()
 
     def capture_one(self, key: GraphKey) -> CaptureRow:
         """Capture one graph; the row contains the error if that fails."""
@@ -131,6 +136,7 @@ class GraphRunner(Generic[Batch, Output]):
         # torch's and Triton's errors, and CaptureError; a TypeError is a defect of the code and is raised.
         except COMPILE_ERRORS as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        progressed(f"captured {self._named(key)}")
         return CaptureRow(
             phase=self.spec.phase,
             model=self.spec.model,

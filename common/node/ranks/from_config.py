@@ -47,5 +47,7 @@ def begin_ranks(
         incarnation=incarnation,
     )
     group = RankGroup(name, started, reporter.report)
-    group.begin([msgspec.msgpack.encode(start)] * (group.size - 1), resolved.cluster.process.log_level)
+    works = [msgspec.msgpack.encode(start)] * (group.size - 1)
+    cluster = resolved.cluster
+    group.begin(works, cluster.process.log_level, cluster.health.start_hang_timeout)
     return group

@@ -26,6 +26,7 @@ from common.node.ranks.start_channel import SEND_SECONDS
 from common.node.ranks.start_watch import StartWatch
 from common.node.ranks.watchdog import LOOK_SECONDS, RankWatch, rank_watchdog
 from common.observability.logs import Log
+from common.observability.start_progress import progressed, waiting_for_ranks
 from common.observability.startup import Phase
 
 PLAN_SECONDS = 5.0  # for a rank to make room in a full ring of plans
@@ -68,9 +69,9 @@ class RankGroup:
         """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
         self._collectives.connect(device, runtime, self.exchange, log)
 
-    def begin(self, works: Sequence[bytes], log_level: str) -> None:
-        """Tell ranks 1 and up what they are; `works` are what their entry module decodes."""
-        self._started.begin(self._node, works, log_level)
+    def begin(self, works: Sequence[bytes], log_level: str, hang_timeout: float) -> None:
+        """Tell ranks 1 and up what they are; see `RankProcesses.begin`."""
+        self._started.begin(self._node, works, log_level, hang_timeout)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
         """Report the phase of rank 0; loading is that of all ranks. Raises what `exchange` does."""
@@ -89,18 +90,27 @@ class RankGroup:
         stopped.
         """
         self._given[0] = own
-        until = time.monotonic() + START_SECONDS
-        while len(self._given) < self.size:
-            self._take(LOOK_SECONDS)
-            self._watch.check()
-            if time.monotonic() > until:
-                late = next(rank for rank in range(self.size) if rank not in self._given)
-                raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s")
+        with waiting_for_ranks():
+            self._wait_for_all(time.monotonic() + START_SECONDS)
         contents = tuple(self._given[rank] for rank in range(self.size))
         self._given.clear()
         for channel in self._channels:
             channel.send(Gathered(contents))
         return contents
+
+    def _wait_for_all(self, until: float) -> None:
+        """Wait for what all ranks give in this exchange. Their progress is that of the start of this rank, too."""
+        steps = self._watch.steps()
+        while len(self._given) < self.size:
+            self._take(LOOK_SECONDS)
+            self._watch.check()
+            before, steps = steps, self._watch.steps()
+            if steps != before:
+                progressed()
+            if time.monotonic() > until:
+                late = next(rank for rank in range(self.size) if rank not in self._given)
+                text = self.board.read_text(late)
+                raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s: {text}")
 
     def serve(self) -> None:
         """Wait until all ranks are ready to apply plans."""
@@ -199,9 +209,11 @@ class RankGroup:
         self._report("loading", done, self.size * max(totals))
 
 
-def _error(rank: int, failed: StartFailed) -> ConfigError | ModelError | InternalError:
+def _error(rank: int, failed: StartFailed) -> TandemError:
     if failed.kind == "config":
         return ConfigError(failed.path, f"rank {rank}: {failed.problem}")
     if failed.kind == "model":
         return ModelError(f"rank {rank}: {failed.problem}")
+    if failed.kind == "hang":
+        return RankFailed(rank, f"rank {rank}: {failed.problem}")
     return InternalError(f"rank {rank} cannot start: {failed.problem}")

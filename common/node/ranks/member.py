@@ -23,9 +23,10 @@ from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.layers.ranks import DivideExperts
+from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError, ModelError, RankFailed
 from common.ipc.ring import Ring, RingReader, RingWriter
-from common.node.ranks.board import Board
+from common.node.ranks.board import Board, Told
 from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.loop import Beat, RankLoop
 from common.node.ranks.messages import Begin, Gathered, Given, Loading, StartFailed, ToRank
@@ -33,6 +34,8 @@ from common.node.ranks.service import RankService, RankWork
 from common.node.ranks.start_channel import StartChannel
 from common.observability import logs
 from common.observability.logs import Log
+from common.observability.start_progress import StartProgress, progressed, waiting_for_ranks
+from common.observability.start_watchdog import start_watchdog
 from common.observability.startup import Phase
 
 # The slowest rank may read its files much later than the first, from a slow disk.
@@ -59,6 +62,8 @@ class Member:
             os.set_inheritable(descriptor, False)
         self._channel = channel
         self._reported = -1  # its latest report, from 0 to REPORTS
+        self._progress = StartProgress()
+        self._shown = 0
         self.begin = begin
         self.board = Board(begin.board)
         self._collectives = RankCollectives(SharedMemoryGroup(begin.collectives))
@@ -87,16 +92,32 @@ class Member:
     def exchange(self, own: bytes) -> Sequence[bytes]:
         """Give `own`, and return what all ranks give, in their order. Every rank calls it as often as the others."""
         self._channel.send(Given(own))
-        gathered = self._channel.receive(START_SECONDS)
+        with waiting_for_ranks():
+            gathered = self._channel.receive(START_SECONDS)
         assert isinstance(gathered, Gathered), "rank 0 answers in an exchange"
         return gathered.contents
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
         """Tell rank 0 how much of the model has been loaded; the other phases are the same on all ranks."""
+        self._progress.enter(phase, done, total)
         reached = done * REPORTS // max(total, 1)
         if phase == "loading" and reached != self._reported:
             self._reported = reached
             self._channel.send(Loading(done, total))
+
+    def starting(self, log: Log) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this process tells rank 0 its progress, and ends if there is none for too long."""
+        limit = self.begin.start_hang_timeout
+        return start_watchdog(self._progress, limit, log, self._tell_hang, self._show)
+
+    def _tell_hang(self, problem: str) -> None:
+        with contextlib.suppress(RankFailed):
+            self._channel.send(StartFailed("hang", "", problem))
+
+    def _show(self) -> None:
+        self._shown += 1
+        self.board.write_text(self.begin.rank, str(self._progress))
+        self.board.write(self.begin.rank, Told.STEPS, self._shown)
 
     def parent_ended(self) -> bool:
         """Return whether rank 0 has ended: it sends nothing after the start."""
@@ -141,10 +162,12 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
 def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) -> None:
     beat = Beat(member.board, member.begin.rank, lambda: member.group.waited)
     beat.start()
-    built = build(member, log)
-    gc.collect()
-    gc.freeze()
-    member.exchange(READY)
+    report_compilations(lambda kernel, seconds: progressed(f"compiled {kernel.partition('[')[0]}"))
+    with member.starting(log):
+        built = build(member, log)
+        gc.collect()
+        gc.freeze()
+        member.exchange(READY)
     loop = RankLoop(
         member.plans,
         built.work,

@@ -30,6 +30,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     board: int  # descriptor of the Board
     collectives: GroupEndpoint
     log_level: str
+    start_hang_timeout: float  # seconds without progress after which the rank ends while it starts; 0: never
     work: bytes  # decoded by the role's entry module
 
     @property
@@ -61,7 +62,7 @@ class Given(msgspec.Struct, frozen=True, tag=True):
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
     """The reason why a rank cannot start."""
 
-    kind: Literal["config", "model", "defect"]
+    kind: Literal["config", "model", "hang", "defect"]
     path: str  # key of the cluster file, for "config"
     problem: str
 

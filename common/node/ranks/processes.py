@@ -50,7 +50,7 @@ class RankProcesses:
             endpoint = self._endpoints[rank - 1]
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             self.channels.append(StartChannel(near, FromRank, rank))
-            shared = self._begin(rank, "", "", b"")
+            shared = self._begin(rank, "", b"", "", 0.0)
             with far:
                 self.processes.append(
                     subprocess.Popen(
@@ -63,12 +63,16 @@ class RankProcesses:
             # Otherwise this process would keep open the sockets of a rank that has ended.
             endpoint.close()
 
-    def begin(self, node: str, works: Sequence[bytes], log_level: str) -> None:
-        """Tell every rank what it is; their entry module decodes `works`. Raises RankFailed if one has ended."""
-        for rank, work in enumerate(works, start=1):
-            self.channels[rank - 1].send(self._begin(rank, node, log_level, work))
+    def begin(self, node: str, works: Sequence[bytes], log_level: str, hang_timeout: float) -> None:
+        """Tell every rank what it is; their entry module decodes `works`. Raises RankFailed if one has ended.
 
-    def _begin(self, rank: int, node: str, log_level: str, work: bytes) -> Begin:
+        Args:
+            hang_timeout: seconds without progress after which a rank that starts ends; 0: never.
+        """
+        for rank, work in enumerate(works, start=1):
+            self.channels[rank - 1].send(self._begin(rank, node, work, log_level, hang_timeout))
+
+    def _begin(self, rank: int, node: str, work: bytes, log_level: str, hang_timeout: float) -> Begin:
         return Begin(
             node=node,
             rank=rank,
@@ -76,6 +80,7 @@ class RankProcesses:
             board=self.board.descriptor,
             collectives=self._endpoints[rank - 1],
             log_level=log_level,
+            start_hang_timeout=hang_timeout,
             work=work,
         )
 

@@ -1,6 +1,7 @@
-"""Notices a rank that is stopped or hangs while the ranks of a node start.
+"""Notices a rank that is stopped while the ranks of a node start.
 
-Loading has no such bound: a rank shows its first beat before it builds its model, and its beats go on meanwhile.
+Loading has no such bound: a rank shows its first beat before it builds its model, and its beats go on meanwhile. One
+that runs and makes no progress ends itself (start_watchdog.py), and says why.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class StartWatch:
         self._clock = clock
         self._looked = clock()
 
+    def steps(self) -> int:
+        """Return how much progress the ranks have shown, for comparison with a later call."""
+        return sum(self._board.read(rank, Told.STEPS) for rank in range(1, len(self._pids) + 1))
+
     def check(self) -> None:
         """Raise RankFailed for a rank without a sign of life. Call it often: at most 0.2 s count per call."""
         now = self._clock()
@@ -40,7 +45,7 @@ class StartWatch:
             beat = self._board.read(rank, Told.BEAT)
             if beat:
                 if self._beats[rank - 1].exceeded(beat, passed):
-                    raise RankFailed(rank, stopped(rank))
+                    raise RankFailed(rank, f"{stopped(rank)}; its start: {self._board.read_text(rank)}")
             elif self._firsts[rank - 1].exceeded(beat, passed):
                 raise RankFailed(
                     rank,

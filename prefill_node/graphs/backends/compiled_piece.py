@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from common.engine.ops.registration import REFERENCES, library
+from common.observability.start_progress import progressed
 
 OPTIONS = {
     "compile_threads": 1,  # compile in the node's process, not in others
@@ -43,6 +44,7 @@ class CompiledPiece(nn.Module):
         self._single = isinstance(outputs, Node)
         self._is_size = [isinstance(value, torch.SymInt) for value in given_to(piece)]
         self._compiled = compile_piece(piece)
+        progressed("compiled a piece of the body")
         self._number = next(_numbers)
         _pieces[self._number] = self
 

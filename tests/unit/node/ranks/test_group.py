@@ -27,6 +27,7 @@ from common.node.ranks.messages import Begin, FromRank, Loading, RankRings, ToRa
 from common.node.ranks.processes import RankProcesses, start_ranks
 from common.node.ranks.start_channel import StartChannel
 from common.node.ranks.watchdog import RankWatch
+from common.observability.loop_watchdog import EXIT_HUNG
 from common.process_entry import start_time
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
@@ -37,13 +38,13 @@ ENTRY = "tests.fakes.echo_rank"
 class Started:
     """A group of three ranks, and what rank 0 reports."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, hang_timeout: float = 0.0) -> None:
         self.directory = directory
         self.reports: list[tuple[str, int, int]] = []
         started = start_ranks(ENTRY, ["cpu"] * 3)
         assert started is not None
         self.group = RankGroup("decode-0", started, lambda *report: self.reports.append(report))
-        self.group.begin([os.fsencode(directory)] * 2, "info")
+        self.group.begin([os.fsencode(directory)] * 2, "info", hang_timeout)
 
     def serve(self) -> None:
         self.group.report("loading", 1, 10)
@@ -165,15 +166,34 @@ def test_a_rank_that_fails_while_others_start(tmp_path: Path, monkeypatch: pytes
     started = Started(tmp_path)
     group = started.group
     one, two = group.processes
-    until(lambda: group.board.read(1, Told.BEAT) > 0)
+    until(lambda: group.board.read(1, Told.STEPS) > 0)
     os.kill(one.pid, signal.SIGSTOP)
-    with pytest.raises(RankFailed, match="rank 1 does not run: it is stopped"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 does not run: it is stopped.*; its start: phase loading \(5 of 10\)"
+    ):
         started.serve()
     os.kill(two.pid, signal.SIGKILL)
     with pytest.raises(RankFailed, match="rank 2 has ended") as caught:
         group.exchange(b"of rank 0")
     assert caught.value.rank == 2
     group.close()
+
+
+def test_a_rank_whose_loader_blocks_says_in_which_phase(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its beats go on. The ranks that wait for it may be without progress for longer."""
+    (tmp_path / "hang-2").touch()
+    started = Started(tmp_path, hang_timeout=1.0)
+    group = started.group
+    problem = (
+        r"^rank 2: no progress of the start for 1 s, in phase loading \(5 of 10\), after: read layers.7; "
+    )
+    with pytest.raises(RankFailed, match=problem) as caught, group.starting():
+        started.serve()
+    assert caught.value.rank == 2
+    assert [process.returncode for process in group.processes] == [-signal.SIGKILL, EXIT_HUNG]
+    assert "in this_loader_blocks" in capfd.readouterr().err
 
 
 def test_a_rank_that_is_stopped_before_its_first_beat(
@@ -299,6 +319,7 @@ def test_a_rank_reports_what_it_loads_a_few_times(tmp_path: Path) -> None:
         board=board.descriptor,
         collectives=endpoints[1],
         log_level="info",
+        start_hang_timeout=0.0,
         work=b"",
     )
     channel: StartChannel[ToRank] = StartChannel(near, ToRank, peer=0)

@@ -1,0 +1,139 @@
+"""Which starts count as hung, and how their process ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from common.config import load_cluster
+from common.observability.loop_watchdog import EXIT_HUNG
+from common.observability.start_progress import StartProgress, progressed, waiting_for_ranks
+from common.observability.start_watchdog import (
+    LOOK_SECONDS,
+    MANY_FILLED,
+    MANY_READ,
+    WINDOW_SECONDS,
+    StartMeter,
+)
+from common.observability.startup import Progress
+from tests.fakes.waiting import PATIENCE
+from tests.unit.common.test_observability import LOCAL
+
+NODE = """
+import sys, time
+from pathlib import Path
+from common.observability.start_progress import progressed
+from common.process import run_node
+
+def this_loader_blocks():
+    {body}
+
+def build(resolved, name, reporter, log):
+    reporter.report("loading", 0, 100)
+    progressed("read layers.7")
+    this_loader_blocks()
+
+limit = ["health.start_hang_timeout=0.5"]
+run_node(lambda resolved, name: build, Path(sys.argv[1]), "prefill-0", limit, int(sys.argv[2]))
+"""
+
+
+class Start:
+    """A start whose clock moves only with `after`."""
+
+    def __init__(self, limit: float) -> None:
+        self.progress = StartProgress()
+        self.faults = 0, 0
+        self.now = 0.0
+        self.meter = StartMeter(self.progress, limit, 0.0, lambda: self.faults)
+
+    def after(self, seconds: float) -> str | None:
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            self.now += LOOK_SECONDS
+            self.meter.look(self.now)
+        return self.meter.problem()
+
+
+def run(body: str) -> tuple[subprocess.CompletedProcess[str], list[Progress]]:
+    """Run a node whose loader does `body`; return how it ended, and what its supervisor heard."""
+    read_end, write_end = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", NODE.format(body=body), str(LOCAL), str(write_end)],
+            timeout=PATIENCE,
+            capture_output=True,
+            text=True,
+            check=False,
+            pass_fds=[write_end],
+        )
+        os.close(write_end)
+        lines = os.read(read_end, 1 << 16).splitlines()
+    finally:
+        os.close(read_end)
+    return done, [msgspec.json.decode(line, type=Progress) for line in lines]
+
+
+def test_a_start_may_take_any_time_while_it_makes_progress() -> None:
+    start = Start(900.0)
+    with start.progress.current():
+        start.progress.enter("loading", 0, 100)
+        for number in range(10):
+            progressed(f"read layers.{number}")
+            assert start.after(899.0) is None
+    problem = start.after(2.0)
+    assert problem is not None
+    assert problem.startswith(
+        "no progress of the start for 900 s, in phase loading (0 of 100), after: read layers.9;"
+    )
+    start.progress.enter("capturing", 0, 0)
+    assert start.after(1.0) is None
+    assert str(start.progress) == "phase capturing, after: nothing yet"
+
+
+def test_a_slow_disk_and_a_large_allocation_are_progress() -> None:
+    """A few page faults are not: a process that hangs has them as well."""
+    start = Start(30.0)
+    for _ in range(20):
+        start.faults = start.faults[0] + MANY_READ, start.faults[1]
+        assert start.after(WINDOW_SECONDS) is None
+    for _ in range(20):
+        start.faults = start.faults[0], start.faults[1] + MANY_FILLED
+        assert start.after(WINDOW_SECONDS) is None
+    for _ in range(5):
+        start.faults = start.faults[0] + MANY_READ - 1, start.faults[1] + MANY_FILLED - 1
+        problem = start.after(WINDOW_SECONDS)
+    assert problem is not None
+
+
+def test_waiting_for_other_ranks_and_being_stopped_do_not_count() -> None:
+    start = Start(30.0)
+    with start.progress.current(), waiting_for_ranks():
+        assert start.after(3600.0) is None
+    assert start.after(29.0) is None
+    start.now += 3600.0  # SIGSTOP
+    assert start.after(0.25) is None
+    assert start.after(2.0) is not None
+
+
+def test_zero_turns_it_off() -> None:
+    assert Start(0.0).after(1e4) is None
+    assert load_cluster(LOCAL, ["health.start_hang_timeout=0"]).cluster.health.start_hang_timeout == 0
+
+
+def test_a_node_whose_loader_blocks_ends_with_its_phase_and_stacks() -> None:
+    done, heard = run("time.sleep(3600)")
+    assert done.returncode == EXIT_HUNG, done.stderr
+    assert "in this_loader_blocks" in done.stderr
+    problem = heard[-1].message
+    assert heard[-1].phase == "failed"
+    assert "no progress of the start for 0.5 s, in phase loading (0 of 100), after: read layers.7;" in problem
+    assert problem in done.stderr
+
+
+def test_so_does_one_whose_native_code_holds_the_interpreter() -> None:
+    done, _ = run("import re; re.match('(a+)+$', 'a' * 60 + 'b')")
+    assert done.returncode == 1
+    assert "in this_loader_blocks" in done.stderr
