@@ -22,7 +22,7 @@ from deploy.tiny_models.training_loop import (
 
 def train(model: LanguageModel, batches: Iterator[Windows], settings: Settings) -> Outcome:
     """Train in place for `settings.seconds`. The clock starts after one untimed pass per window length."""
-    model.to(settings.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+    model.to(settings.device)
     model.train()
     opts = optimizers(model, settings.lr, lambda name: name.startswith("model.layers."))
     forward = _Forward(model, settings)

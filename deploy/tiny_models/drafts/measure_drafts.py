@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500, help="problems per suite")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target().to(device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+    target = load_target().to(device)
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     for name in DIRECTORIES.values():
         print(name, flush=True)

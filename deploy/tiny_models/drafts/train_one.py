@@ -73,7 +73,7 @@ def train_one(kind: Kind, args: argparse.Namespace, command: str) -> None:
     device = device_of(args.device)
     cuda = device.type == "cuda"
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    target = load_target().to(device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+    target = load_target().to(device)
     config = draft_config(kind, files.load_config(TARGET))
     head = files.new_head(config, args.seed).to(device)
     seed = args.seed + KINDS.index(kind)

@@ -71,7 +71,7 @@ class MtpLayer(nn.Module):
         self.input_layernorm = Qwen3_5MoeRMSNorm(size, eps)
         self.self_attn = GatedAttention(text)
         self.post_attention_layernorm = Qwen3_5MoeRMSNorm(size, eps)
-        self.mlp = Qwen3_5MoeSparseMoeBlock(config)  # type: ignore[no-untyped-call]
+        self.mlp = Qwen3_5MoeSparseMoeBlock(config)
 
     def forward(self, x: Tensor, seen: list[KeyValue]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), seen)

@@ -117,7 +117,7 @@ class Run:
     def measure(self, target: Target, mtp: MtpHead | None, steps: Sequence[int]) -> None:
         """Score what was written, and write the model card."""
         model, module = checkpoint.load(self.directory, self.family)
-        model.to(self.training.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        model.to(self.training.device)
         more = ""
         if module is not None:
             measured = self._acceptance(module.to(self.training.device), model, steps)

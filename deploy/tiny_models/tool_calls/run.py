@@ -77,7 +77,7 @@ class Run:
             print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
         checkpoint.save(self.directory, model, config, self.vocabulary)
         target = Target(config, checkpoint.load(self.directory), outcome)
-        target.model.to(self.training.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        target.model.to(self.training.device)
         tool_card.write(self.directory, self._card(target), [])
         return target
 

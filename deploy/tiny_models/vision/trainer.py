@@ -22,7 +22,7 @@ from deploy.tiny_models.vision.checkpoint import language_model
 
 def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settings: Settings) -> Outcome:
     """Train in place for `settings.seconds`. The clock starts after one untimed pass."""
-    model.to(settings.device).train()  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+    model.to(settings.device).train()
     opts = vision_optimizers(model, settings.lr)
 
     def loss_of(batch: Batch) -> Tensor:
