@@ -117,9 +117,6 @@ class AssistantFormat(ChatFormat):
         called = reason == "stop" and (whole == parser.calls if self._shown.parallel else whole > 0)
         return self._shown.calls_finish if called and whole else reason
 
-    def held(self, index: int) -> int:
-        return self._parsers[index].held
-
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return the events of a piece that the client gets."""
         parser = self._parsers[piece.index]

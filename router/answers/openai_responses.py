@@ -84,6 +84,7 @@ class Format(ABC):
         # Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities.
         self.columns: tuple[str, ...] = self.lists if logprobs is not None else ()
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
+        self._characters: dict[int, int] = {}  # choice -> length of its text so far, where `parsed` reads it
         # Tokens that arrived while an answer was reasoning; None where reasoning is not told from the rest.
         self.reasoning_tokens: int | None = None
 
@@ -168,13 +169,13 @@ class ChatFormat(Format):
         """Return the log-probabilities of tokens, each as JSON."""
         return [_encode(self._entry(token)) for token in tokens if token.logprob is not None]
 
-    def held(self, index: int) -> int:
-        """Return how many characters at the end of a choice's text have not been parsed yet."""
-        return 0
-
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
-        return [Content(piece.text)] if piece.text else []
+        if not piece.text:
+            return []
+        start = self._characters.get(piece.index, 0)
+        self._characters[piece.index] = end = start + len(piece.text)
+        return [Content(piece.text, ((start, end),))]
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         delta = b'{"role":"assistant","content":""}'

@@ -8,7 +8,7 @@ from enum import Enum
 
 from router.answers.openai_responses import AnswerPiece, ChatFormat
 from router.apis.text_tokens import TextTokens
-from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
+from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning, Span
 
 
 class ItemKind(Enum):
@@ -83,12 +83,12 @@ class AnswerItems:
         changes: list[Change] = []
         self.prompt_cached += piece.cached_tokens or 0
         self.completion_tokens += len(piece.tokens)
-        events = self._form.parsed(piece)
-        listed = iter(self._logprobs(piece, events))
-        for event in events:
+        if self._tokens is not None:
+            self._tokens.add(piece)
+        for event in self._form.parsed(piece):
             match event:
-                case Content(text):
-                    self._add(changes, ItemKind.TEXT, text, next(listed, []))
+                case Content(text, spans):
+                    self._add(changes, ItemKind.TEXT, text, self._logprobs(spans))
                 case Reasoning(text):
                     self._add(changes, ItemKind.REASONING, text)
                 case CallOpened(_, identity, name):
@@ -101,16 +101,9 @@ class AnswerItems:
             self._close(changes)
         return changes
 
-    def _logprobs(self, piece: AnswerPiece, events: Sequence[Event]) -> list[list[bytes]]:
-        """Return the log-probabilities of each piece of content among the events; [] if the answer has none."""
-        if self._tokens is None:
-            return []
-        self._tokens.add(piece)
-        parts = [event for event in events if not isinstance(event, CallOpened)]
-        found = zip(
-            parts, self._tokens.of([part.text for part in parts], self._form.held(piece.index)), strict=True
-        )
-        return [self._form.encoded_logprobs(tokens) for part, tokens in found if isinstance(part, Content)]
+    def _logprobs(self, spans: Sequence[Span]) -> list[bytes]:
+        """Return the log-probabilities of a text; none if the answer has none."""
+        return [] if self._tokens is None else self._form.encoded_logprobs(self._tokens.of(spans))
 
     def _add(self, changes: list[Change], kind: ItemKind, text: str, logprobs: Sequence[bytes] = ()) -> None:
         if not self._open or self.items[-1].kind is not kind:

@@ -1,68 +1,45 @@
-"""Finds the tokens of the parts of an answer, of which only the text is told: other tokens are markers between them."""
+"""Finds the tokens of the text of an answer among those of its reasoning, its calls and the markers between them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from common.messages.generation import OutputToken
 from router.answers.openai_responses import AnswerPiece
+from router.chat.answer_events import Span
 
-# Characters after the last part that are kept at least: more than a parser holds back. What comes before is what the
-# client does not get.
-KEPT = 1 << 16
+# Characters at the end of an answer whose tokens are kept: more than what a parser holds back until it knows whether it
+# is text.
+KEPT = 1 << 17
 
 
 class TextTokens:
-    """Follows one answer: `add` a piece, then ask for the tokens of the parts that were read from it."""
+    """Follows one answer: `add` a piece, then ask for the tokens of each text that was read from it, in order."""
 
     def __init__(self) -> None:
-        self._text = ""  # what the model has written after the last part
-        self._start = 0  # characters of the answer that precede `_text`
-        # Tokens of `_text`, and those whose text is still held back: each with the characters that precede it.
-        self._tokens: list[tuple[int, OutputToken]] = []
+        self._size = 0  # characters of the answer so far
+        # Tokens that may still belong to a text, each with the characters of the answer that precede it.
+        self._tokens: deque[tuple[int, OutputToken]] = deque()
 
     def add(self, piece: AnswerPiece) -> None:
-        self._text += piece.text
-        self._tokens += zip(piece.offsets, piece.tokens)
-        if len(self._text) > 2 * KEPT:
-            self._drop(len(self._text) - KEPT)
+        self._size += len(piece.text)
+        self._tokens.extend(zip(piece.offsets, piece.tokens))
+        while len(self._tokens) > 1 and self._tokens[1][0] < self._size - KEPT:
+            self._tokens.popleft()
 
-    def of(self, parts: Sequence[str], held: int = 0) -> list[list[OutputToken]]:
-        """Return the tokens of each of these texts, which follow each other. One that is not found has none.
+    def of(self, spans: Sequence[Span]) -> list[OutputToken]:
+        """Return the tokens of a text that the model has written there, in whole or in part.
 
-        They are looked for from the end, because what the client does not get, such as hidden reasoning, comes before.
-
-        `held`: characters at the end that the parser holds back, which may be equal to a part.
+        A token belongs to one text only: to the first of those that it shows some of. One without text, such as the
+        first bytes of a character, belongs to what follows it.
         """
-        found: list[list[OutputToken]] = []
-        last, end = 0, len(self._text) - held
-        for part in reversed(parts):
-            at, size = self._place_of(part, end)
-            if size:
-                last, end = max(last, at + size), at
-            found.append(self._within(self._start + at, self._start + at + size) if size else [])
-        if last:
-            self._drop(last)
-        return found[::-1]
-
-    def _place_of(self, part: str, end: int) -> tuple[int, int]:
-        """Return where a part begins in `_text[:end]`, and its characters there: none if it is not found."""
-        # Blanks around a part may come from the other side of a marker.
-        for shown in (part, part.strip()):
-            if shown and (at := self._text.rfind(shown, 0, end)) >= 0:
-                return at, len(shown)
-        return 0, 0
-
-    def _within(self, start: int, end: int) -> list[OutputToken]:
-        """Return the tokens of which at least a part is between two positions in the answer."""
-        following = [*(offset for offset, _ in self._tokens[1:]), end]
-        return [
-            token
-            for (offset, token), after in zip(self._tokens, following, strict=True)
-            if offset < end and (offset >= start or after > start)
-        ]
-
-    def _drop(self, characters: int) -> None:
-        self._text = self._text[characters:]
-        self._start += characters
-        self._tokens = [each for each in self._tokens if each[0] >= self._start]
+        found: list[OutputToken] = []
+        tokens = self._tokens
+        for start, end in spans:
+            while tokens and tokens[0][0] < end:
+                offset, token = tokens.popleft()
+                # The text goes on to `end`, and the last token is what it ends with.
+                if offset >= start or not tokens or tokens[0][0] > start:
+                    found.append(token)
+        return found

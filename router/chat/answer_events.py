@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+Span = tuple[int, int]  # characters of the answer, from the first to before the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +16,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of the answer itself."""
+    """A piece of the answer itself. `spans`: where the model has written it, in the order of its text."""
 
     text: str
+    spans: tuple[Span, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import InternalError
-from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
+from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning, Span
 from router.chat.call_readers import CallReader, reader_of
 from router.chat.response_template import (
     CALLS,
@@ -28,20 +28,25 @@ PIECE = 4096  # characters read at once
 class TextSink:
     """Passes text on and holds blanks back until it is known what follows them."""
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
+    def __init__(self, emit: Callable[[str, tuple[Span, ...]], None]) -> None:
         self._emit = emit
-        self._held: list[str] = []
+        self._held: list[tuple[int, str]] = []  # blanks, each with its position
         self._any = False  # text has been passed on
         self._at_marker = False  # the held blanks are beside a marker
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, start: int) -> None:
+        """Take text. `start`: its position in the answer."""
         kept = text.rstrip()
         if kept:
-            whole = "".join((*self._held, kept))
-            self._emit(whole.lstrip() if self._at_marker and not self._any else whole)
-            self._any, self._at_marker, self._held = True, False, []
+            if self._at_marker and not self._any:
+                shown = kept.lstrip()
+                self._held = [(start + len(kept) - len(shown), shown)]
+            else:
+                self._held.append((start, kept))
+            self._pass_on()
+            self._any, self._at_marker = True, False
         if len(kept) < len(text):
-            self._held.append(text[len(kept) :])
+            self._held.append((start + len(kept), text[len(kept) :]))
 
     def marker(self) -> None:
         """Note a marker here: blanks before it, and first blanks after it, are dropped unless more text follows."""
@@ -50,11 +55,16 @@ class TextSink:
     def end(self) -> None:
         """Note the end of the answer."""
         if self._held and not self._at_marker:
-            self._emit("".join(self._held))
+            self._pass_on()
 
     def forget(self) -> None:
         """Drop held blanks: they are part of the prompt."""
         self._held = []
+
+    def _pass_on(self) -> None:
+        held, self._held = self._held, []
+        spans = tuple([(start, start + len(text)) for start, text in held])
+        self._emit("".join([text for _, text in held]), spans)
 
 
 class AnswerParser:
@@ -87,10 +97,11 @@ class AnswerParser:
         self._region: AnswerRegion | None = None  # None outside of all regions with a marker
         self._reader: CallReader | None = None
         self._events: list[Event] = []
-        self._content = TextSink(lambda text: self._events.append(Content(text)))
-        self._reasoning = TextSink(lambda text: self._events.append(Reasoning(text)))
+        self._content = TextSink(lambda text, spans: self._events.append(Content(text, spans)))
+        self._reasoning = TextSink(lambda text, spans: self._events.append(Reasoning(text)))
         # Text whose meaning is open, after one character (if any precedes it) that is no longer open.
         self._buffer, self._at = "", 0
+        self._base = 0  # position of the buffer in the answer: negative in what the prompt holds of it
         self.calls = 0  # calls opened so far
         self.cut_off = False  # the answer has ended inside the last of them
         if prefix:
@@ -100,8 +111,10 @@ class AnswerParser:
         """Return what `text` adds to the answer. Raises InternalError if the template's patterns take too long."""
         if self._at == len(self._buffer) and self._reader is None and not self._may_begin(text):
             if text:
+                start = self._position
+                self._base = start + len(text) - 1
                 self._buffer, self._at = text[-1], 1
-                self._text(text)
+                self._text(text, start)
         else:
             # Every marker in a piece costs a search of the whole piece.
             for start in range(0, len(text), PIECE):
@@ -119,14 +132,14 @@ class AnswerParser:
         return self._taken()
 
     @property
-    def held(self) -> int:
-        """Characters of the text so far that may belong to a marker, and have had no effect yet."""
-        return len(self._buffer) - self._at
-
-    @property
     def reasoning_is_open(self) -> bool:
         """True if the text so far ends inside a reasoning section."""
         return self._region is not None and self._region.name in REASONING
+
+    @property
+    def _position(self) -> int:
+        """Number of characters of the answer whose meaning is decided."""
+        return self._base + self._at
 
     # the receiver of calls, for the readers
 
@@ -139,7 +152,7 @@ class AnswerParser:
             self._events.append(CallArguments(self.calls - 1, arguments))
 
     def _skip(self, prefix: str) -> None:
-        self._buffer = prefix
+        self._buffer, self._base = prefix, -len(prefix)
         self._follow(final=False)
         self._cut(len(self._buffer))
         self._content.forget()
@@ -177,7 +190,7 @@ class AnswerParser:
         match, opened, end = self._search(final)
         text = self._buffer[self._at : end]
         if self._reader is None:
-            self._text(text)
+            self._text(text, self._position)
         else:
             used = self._reader.take(text)
             if self._reader.over:
@@ -238,18 +251,19 @@ class AnswerParser:
         self._region = None
         self._watched = self._watch(None)
         if reader.unparsed is not None:
-            self._content.add(reader.unparsed)
+            self._content.add(reader.unparsed, self._position - len(reader.unparsed))
 
-    def _text(self, text: str) -> None:
+    def _text(self, text: str, start: int) -> None:
         if not text:
             return
         name = self._region.name if self._region is not None else self._outside and self._outside.name
         if name in REASONING:
-            self._reasoning.add(text)
+            self._reasoning.add(text, start)
         elif name is not None:
-            self._content.add(text)
+            self._content.add(text, start)
 
     def _cut(self, end: int) -> None:
         """Drop what is decided, up to `end`; one character stays, so that it is not the beginning of the message."""
         if end > self._at:
+            self._base += end - 1
             self._buffer, self._at = self._buffer[end - 1 :], 1

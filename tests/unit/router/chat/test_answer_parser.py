@@ -29,8 +29,12 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def same_in_any_pieces(family: str, text: str, expected: Meaning, prefix: str = "") -> None:
+    """Check what an answer means, and that its content says where the model has written it."""
     for size in SIZES:
         assert parse(family, text, size, prefix) == expected, size
+        for event in events_of(parser_of(template_of(family), prefix), text, size):
+            if isinstance(event, Content):
+                assert "".join(text[start:end] for start, end in event.spans) == event.text
 
 
 @pytest.mark.parametrize(("family", "text", "meaning"), WELL_FORMED)
