@@ -119,6 +119,12 @@ GEMMA3 = Family(
         "use_bidirectional_attention": "attention is causal",
     },
 )
+MIXTRAL_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 FAMILIES: Mapping[str, Family] = {
     LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
@@ -137,14 +143,12 @@ FAMILIES: Mapping[str, Family] = {
         window_switch=True,
         experts=QWEN,
     ),
-    "MixtralForCausalLM": Family(
-        window=0, experts=MIXTRAL, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
-    ),
+    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL, defaults=MIXTRAL_DEFAULTS),
     "Glm4MoeForCausalLM": Family(
         "attention_bias",
         qk_norm="use_qk_norm",
         partial_rotary=0.5,
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "n_shared_experts": 1},
         experts=DEEPSEEK_V3,
     ),
     "Qwen3NextForCausalLM": replace(QWEN_HYBRID, text_part=False, gated_delta=True, experts=QWEN_SHARED),

@@ -64,15 +64,15 @@ LANGUAGE_MODELS = {  # model_type of text_config -> its architecture
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA = {"intermediate_size": 11_008, "max_position_embeddings": 2048, "vocab_size": 32_000}
+_MISTRAL = {"intermediate_size": 14_336, "max_position_embeddings": 131_072, "vocab_size": 32_000}
+_QWEN = {"intermediate_size": 22_016, "max_position_embeddings": 32_768, "vocab_size": 151_936}
 LANGUAGE_DEFAULTS: Mapping[str, Mapping[str, int]] = {  # older files leave out transformers' defaults
-    "LlamaForCausalLM": {
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "vocab_size": 32_000,
-    }
+    "LlamaForCausalLM": {**_SIZES, **_LLAMA},
+    "MistralForCausalLM": {**_SIZES, **_MISTRAL, "num_key_value_heads": 8},
+    "Qwen2ForCausalLM": {**_SIZES, **_QWEN, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {**_SIZES, **_QWEN, "num_key_value_heads": 32},
 }
 MAX_IMAGE_TOKENS = 65_536
 PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")

@@ -37,6 +37,7 @@ from common.checkpoint.json_fields import (
     architecture_of,
     flag,
     is_finite,
+    optional_section,
     positive,
     shown,
     word,
@@ -61,7 +62,13 @@ from common.errors import ConfigError, ModelError
 EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
 Activation = Literal["silu", "gelu_tanh"]
 # transformers' name -> tandem's
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
 
 
@@ -224,7 +231,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=positive(raw, "intermediate_size", where, inner, MAX_WIDTH),
         vocab_size=vocab,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=_positions(raw, max_positions, where),
         rms_norm_eps=float(eps),
         rope=rope,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
@@ -285,7 +292,7 @@ def _activation(raw: Raw, family: Family, where: str) -> Activation:
     found = raw.get(key, default)
     # Kernels of experts and of gated delta layers, which transformers gives the same activation, have silu.
     only_silu = family.experts is not None or family.gated_delta is not None
-    known = ("silu",) if only_silu else tuple(ACTIVATIONS)
+    known = [name for name, ours in ACTIVATIONS.items() if ours == "silu" or not only_silu]
     if found not in known:
         raise ModelError(f"{where}: {key} {shown(found)} is not supported; supported are {', '.join(known)}")
     return ACTIVATIONS[found]
@@ -324,6 +331,16 @@ def _rope(raw: Raw, family: Family, max_positions: int, head_dim: int, where: st
             "number is needed"
         )
     return rope
+
+
+def _positions(raw: Raw, max_positions: int, where: str) -> int:
+    """Return the positions that plain attention serves: past those of training, Qwen's 1M models have chunks."""
+    chunks = optional_section(raw, "dual_chunk_attention_config", where)
+    return min(
+        max_positions,
+        positive(chunks, "original_max_position_embeddings", where, max_positions, MAX_POSITIONS),
+        positive(chunks, "chunk_size", where, max_positions, MAX_POSITIONS),
+    )
 
 
 def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:

@@ -50,7 +50,11 @@ TOWER_DEFAULTS: Mapping[str, Any] = {  # keys that define the tower, with transf
     "rope_parameters": None,
 }
 # transformers' defaults
-LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+LANGUAGE_DEFAULTS: Mapping[str, Any] = {
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+}
 # transformers 5 writes the image processor into the second one.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")

@@ -20,6 +20,8 @@ MIN_FACTOR = 1e-3  # frequencies are divided by it and must stay finite
 SECTIONS = "mrope_section"
 INTERLEAVED = "mrope_interleaved"
 MULTIMODAL = "mrope"  # rope type of older files that have SECTIONS
+SCALING, PARAMETERS = "rope_scaling", "rope_parameters"  # the first one, of older files, has precedence
+QUERY_SCALING = "llama_4_scaling_beta"
 AXES = 3  # temporal, height, width
 
 
@@ -97,18 +99,19 @@ def by_layer_type(raw: Raw, window_theta: float, where: str) -> tuple[dict[str, 
     """Return the config.json with the rope of layers without a window, and with that of layers with one.
 
     Newer files have a section for each layer type. In older ones, scaling applies to layers without a window, and the
-    others have a plain rope of `rope_local_base_freq`.
+    others have a plain rope of `rope_local_base_freq`. A file may have both, for old and new readers: values of
+    `rope_scaling` replace those of the section, and `rope_local_base_freq` is the theta of a section without one.
 
     Args:
         window_theta: default theta of layers with a window.
     """
     key, values = _rope_section(raw, where)
-    if any(isinstance(value, dict) for value in values.values()):
-        full, window = (optional_section(values, kind, f"{where}: {key}") for kind in (FULL, SLIDING))
-        theta = window.get("rope_theta") or window_theta
-        return {**raw, key: full}, {**raw, key: {**window, "rope_theta": theta}}
-    theta = number(raw, "rope_local_base_freq", where, window_theta)
-    return dict(raw), {**raw, key: {"rope_theta": theta}}
+    flat, nested = ({}, values) if _is_nested(values) else (values, optional_section(raw, PARAMETERS, where))
+    sections = nested if _is_nested(nested) else {}
+    full, window = (optional_section(sections, kind, f"{where}: {PARAMETERS}") for kind in (FULL, SLIDING))
+    theta = window.get("rope_theta") or number(raw, "rope_local_base_freq", where, window_theta)
+    others = {name: value for name, value in raw.items() if name not in (SCALING, PARAMETERS)}
+    return {**others, key: {**full, **flat}}, {**others, key: {**window, "rope_theta": theta}}
 
 
 def _partial(raw: Raw, default: float | None, where: str) -> float:
@@ -127,7 +130,12 @@ def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
         raise ModelError(
             f"{where}: positions on several axes ({SECTIONS}) are supported only for models that read images"
         )
-    if any(isinstance(value, dict) for value in values.values()):
+    if values.get(QUERY_SCALING):
+        raise ModelError(
+            f"{where}: {key}: {QUERY_SCALING} {shown(values[QUERY_SCALING])} is not supported: queries are not scaled "
+            "by their position"
+        )
+    if _is_nested(values):
         raise ModelError(
             f"{where}: rope parameters per layer type are not supported, only one set for all layers"
         )
@@ -191,8 +199,13 @@ def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
 
 def _rope_section(raw: Raw, where: str) -> tuple[str, dict[str, Any]]:
     """Return its key and a copy of its content: older files call it rope_scaling."""
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    key = SCALING if raw.get(SCALING) else PARAMETERS
     return key, dict(optional_section(raw, key, where))
+
+
+def _is_nested(values: Mapping[str, Any]) -> bool:
+    """Return whether these are sections, one per layer type."""
+    return any(isinstance(value, dict) for value in values.values())
 
 
 def split_sections(raw: Raw, where: str, interleaved: bool = False) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -219,7 +232,8 @@ def split_sections(raw: Raw, where: str, interleaved: bool = False) -> tuple[dic
         or not all(type(each) is int and each > 0 for each in sections)
     ):
         raise ModelError(f"{where}: {SECTIONS} must be {AXES} positive integers, found {shown(sections)}")
-    if kind == MULTIMODAL:
+    if kind in (MULTIMODAL, None):
+        # Without any value, the other key of the file would be read instead.
         values = {**values, "rope_type": "default"}
     return {**raw, key: values}, tuple(sections)
 

@@ -234,7 +234,7 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
-            ["hidden_activation 'gelu'", "silu, gelu_pytorch_tanh"],
+            ["hidden_activation 'gelu'", "silu, swish, gelu_pytorch_tanh"],
         ),
         (
             # It would also be the activation of gated delta layers, which have silu.
