@@ -291,13 +291,13 @@ class DecodeNode:
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
-    def _on_transfer(
-        self,
-        event: transfer.Arrived | transfer.RoomFailed | transfer.PagesFree | transfer.PeerRefused,
-        now: float,
-    ) -> None:
+    def _on_transfer(self, event: transfer.ReceiverEvent, now: float) -> None:
         if isinstance(event, transfer.PeerRefused):
             self._log.error("a prefill node refused to work with this node", reason=event.reason)
+            self._peers.lost(event.incarnation)
+            return
+        if isinstance(event, transfer.PeerForgot):
+            self._log.info("a prefill node had lost this node, which greets it again", peer=event.incarnation)
             self._peers.lost(event.incarnation)
             return
         if isinstance(event, transfer.PagesFree):

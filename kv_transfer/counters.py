@@ -26,6 +26,7 @@ class SenderCounters:
     stale_generation: int = 0
     duplicate_slots: int = 0
     invalid_slots: int = 0  # pages or record slot outside of the range that Hello described
+    ungreeted_slots: int = 0  # of decode nodes that were reported as lost, and must say Hello again
     early_slots: int = 0  # Slots that arrived before their prompt
     early_evicted: int = 0  # those of early_slots that were dropped: too many, or too old
     stalled: int = 0  # rooms given up because no byte moved

@@ -78,4 +78,11 @@ class PeerRefused:
     reason: str
 
 
-ReceiverEvent = Arrived | RoomFailed | PagesFree | PeerRefused
+@dataclass(frozen=True, slots=True)
+class PeerForgot:
+    """This prefill node was told that this node is lost, and its rooms have failed. Call `connect` before `open`."""
+
+    incarnation: str
+
+
+ReceiverEvent = Arrived | RoomFailed | PagesFree | PeerRefused | PeerForgot

@@ -109,6 +109,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: Reason
 
 
+class HelloNeeded(msgspec.Struct, frozen=True, tag="hello_needed"):
+    """prefill -> decode: slots have come from a node that a router had reported as lost; nothing is written to them.
+
+    A decode node that was stopped may grant pages before it learns that its router had lost it.
+    """
+
+
 class PagesWritten(msgspec.Struct, frozen=True, tag="pages_written"):
     """prefill -> decode: logical pages first .. first+count-1 have landed."""
 
@@ -151,7 +158,9 @@ class Working(msgspec.Struct, frozen=True, tag="working"):
 
 
 ToSender = Hello | Slots | AbortTransfer | Queued
-ToReceiver = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
+ToReceiver = (
+    Welcome | Refused | HelloNeeded | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _sender_decoder = msgspec.msgpack.Decoder(ToSender)
@@ -161,7 +170,7 @@ _receiver_decoder = msgspec.msgpack.Decoder(ToReceiver)
 SCHEMA_HASH: Final = schema_hash(
     (
         *(Hello, Slots, AbortTransfer, Queued),
-        *(Welcome, Refused, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
+        *(Welcome, Refused, HelloNeeded, PagesWritten, RecordWritten, SenderFailed, AbortAck, Working),
         *(PoolLayout, PoolSpec, Plane, HeadGroup, ProcessIdentity),
     )
 )

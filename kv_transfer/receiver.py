@@ -23,7 +23,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.messages.identity import rank_incarnation
 from kv_transfer import messages
 from kv_transfer.counters import ReceiverCounters
-from kv_transfer.events import Arrived, PagesFree, PeerRefused, ReceiverEvent, RoomFailed
+from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, Inbound, Link, LinkState
 from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
@@ -34,7 +34,7 @@ from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.description import to_wire
 
-__all__ = ["Arrived", "PagesFree", "PeerRefused", "Receiver", "ReceiverEvent", "RoomFailed"]
+__all__ = ["Arrived", "PagesFree", "PeerForgot", "PeerRefused", "Receiver", "ReceiverEvent", "RoomFailed"]
 
 
 class Receiver:
@@ -152,21 +152,18 @@ class Receiver:
 
     def peer_lost(self, incarnation: str) -> None:
         """Treat this prefill node as dead. Its pages stay in quarantine until its death is proved or it answers."""
-        link = self.links.get(incarnation)
-        if link is not None:
+        if (link := self.links.get(incarnation)) is not None:
             self._lose(link, NodeLost.code, f"prefill node {link.node or incarnation} is gone")
 
     def link_lost(self, incarnation: str) -> None:
         """Fail the rooms of a broken connection. The prefill node may be alive; its rooms may be placed elsewhere."""
-        link = self.links.get(incarnation)
-        if link is not None:
+        if (link := self.links.get(incarnation)) is not None:
             reason = f"the link to prefill node {link.node or incarnation} is broken"
             self._lose(link, TransferFailed.code, reason)
 
     def link_works(self, incarnation: str) -> None:
         """Note that its process is connected, so it is only busy while Hello is unanswered; the router finds hangs."""
-        link = self.links.get(incarnation)
-        if link is not None:
+        if (link := self.links.get(incarnation)) is not None:
             link.connected_at = self._clock()
 
     def shutdown(self) -> None:
@@ -216,6 +213,11 @@ class Receiver:
             self._welcome(link, decoded)
         elif isinstance(decoded, messages.Refused):
             self._refused(link, decoded.reason)
+        elif isinstance(decoded, messages.HelloNeeded):
+            # Else this node has noticed its loss since it sent the slots, and given their rooms up.
+            if link.state is LinkState.READY:
+                self._events.append(PeerForgot(link.incarnation))
+                self._lose(link, NodeLost.code, f"prefill node {link.node} was told that this node is gone")
         elif isinstance(decoded, messages.Working):
             self.signs.heard(link, decoded)
         else:
@@ -379,8 +381,7 @@ class Receiver:
 
     def _send_slots(self, inbound: Inbound) -> None:
         """Send the destinations to a peer that is ready, unless the room lacks one of the ranks that it needs."""
-        missing = self.rooms.of(inbound).missing(self._layout)
-        if missing is not None:
+        if (missing := self.rooms.of(inbound).missing(self._layout)) is not None:
             self._fail(inbound, TransferFailed.code, missing)
             return
         inbound.go(ReceiveState.AWAITING)

@@ -227,9 +227,8 @@ class Sender:
         elif isinstance(decoded, messages.Queued):
             self.signs.heard(known, decoded)
         elif known is None:
-            self._refuse(
-                peer, Refusal("no_hello", "slots arrived before Hello: this prefill node does not know you")
-            )
+            self.counters.ungreeted_slots += 1
+            self._say(peer, messages.HelloNeeded())
         else:
             self._slots(known, decoded)
 

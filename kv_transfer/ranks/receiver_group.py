@@ -12,7 +12,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.messages.wire import encode
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.cuts import sources
-from kv_transfer.events import Arrived, PagesFree, PeerRefused, ReceiverEvent, RoomFailed
+from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, LinkState
 from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.receiver_messages import (
@@ -21,8 +21,9 @@ from kv_transfer.ranks.receiver_messages import (
     ForgetPrefill,
     OpenRoom,
     RankArrived,
-    RankFreed,
+    RankForgotten,
     RankGaveUp,
+    RankRefused,
     ReceiverReport,
     reports,
 )
@@ -214,7 +215,7 @@ class ReceiverGroup:
     # ---- what the ranks say
 
     def _take_own(self, event: ReceiverEvent) -> None:
-        if isinstance(event, PeerRefused):
+        if isinstance(event, PeerRefused | PeerForgot):
             self._events.append(event)
         elif isinstance(event, Arrived):
             shared = self._rooms[event.room]
@@ -226,7 +227,10 @@ class ReceiverGroup:
             self._freed(self._rooms[event.room], 0)
 
     def _take(self, rank: int, report: ReceiverReport) -> None:
-        if not isinstance(report, RankArrived | RankGaveUp | RankFreed):
+        if isinstance(report, RankForgotten):
+            self._events.append(PeerForgot(report.incarnation))
+            return
+        if isinstance(report, RankRefused):
             reason = f"rank {rank} of this node: {report.reason}"
             self._events.append(PeerRefused(report.incarnation, reason))
             return

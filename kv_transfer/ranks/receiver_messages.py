@@ -68,8 +68,14 @@ class RankRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class RankForgotten(msgspec.Struct, frozen=True, tag=True):
+    """rank -> rank 0: this prefill rank was told that this node is lost; the rank greets it again."""
+
+    incarnation: str
+
+
 ReceiverCommand = OpenRoom | CloseRoom | AbortRoom | ForgetPrefill | AnnounceWork
-ReceiverReport = RankArrived | RankGaveUp | RankFreed | RankRefused
+ReceiverReport = RankArrived | RankGaveUp | RankFreed | RankRefused | RankForgotten
 
 commands: InboxCodec[ReceiverCommand] = InboxCodec(ReceiverCommand, "commands of a decode node's rank 0")
 reports: InboxCodec[ReceiverReport] = InboxCodec(ReceiverReport, "reports of a decode node's rank")

@@ -12,13 +12,14 @@ from common.kv_cache.pool_layout import MAX_RANKS, PoolLayout
 from common.messages.identity import NodeRef, rank_incarnation
 from common.messages.wire import encode
 from kv_transfer.cuts import sources
-from kv_transfer.events import Arrived, PagesFree, ReceiverEvent, RoomFailed
+from kv_transfer.events import Arrived, PagesFree, PeerForgot, ReceiverEvent, RoomFailed
 from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
     CloseRoom,
     OpenRoom,
     RankArrived,
+    RankForgotten,
     RankFreed,
     RankGaveUp,
     RankRefused,
@@ -142,6 +143,9 @@ class ReceiverRank:
             self._say(RankGaveUp(event.room, event.code, event.reason))
         elif isinstance(event, PagesFree):
             self._say(RankFreed(event.room))
+        elif isinstance(event, PeerForgot):
+            self._peers.lost(event.incarnation)
+            self._say(RankForgotten(event.incarnation))
         else:
             self._peers.lost(event.incarnation)
             self._say(RankRefused(event.incarnation, event.reason))

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from common.engine.forward.rotary_places import ImageAxes
-from common.errors import Overloaded, TransferFailed
+from common.errors import NodeLost, Overloaded, TransferFailed
 from common.ipc import RouterSocket
 from common.ipc.bad_frames import LIMIT
 from common.kv_cache.page_space import PageSpace
@@ -214,6 +214,24 @@ class FakeReceiver:
 
     def peer_lost(self, incarnation: str) -> None:
         pass
+
+
+def test_a_prefill_node_that_had_lost_this_node_is_greeted_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """A router has reported this node as lost, which was only stopped, and goes on before it hears of that."""
+    with NodeCluster(SMALL) as cluster:
+        first = cluster.submit(prompt_of(10, 0), 4)
+        cluster.run(lambda: first.over)
+        cluster.prefill.node.peer_lost(cluster.decode.node.life.incarnation)
+        calls = [cluster.submit(prompt_of(10 + n, n), 4) for n in range(3)]
+        cluster.run(lambda: all(call.over for call in calls))
+        expect_reference(first, *calls)
+        codes = [failed.code for failed in cluster.failures]
+        assert 1 <= codes.count(NodeLost.code) <= len(calls)
+        assert TransferFailed.code not in codes
+        cluster.settle()
+    said = capfd.readouterr().err
+    assert "a prefill node had lost this node, which greets it again" in said
+    assert "refused to work" not in said
 
 
 def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

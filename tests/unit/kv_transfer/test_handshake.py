@@ -127,15 +127,13 @@ def test_another_version_is_reported_by_both_sides(fabric: Fabric, clock: Clock,
     assert "speaks KV protocol 8" in event.reason
 
 
-def test_slots_before_hello_are_refused_and_abort_is_acknowledged(prefill: Prefill) -> None:
+def test_slots_before_hello_ask_for_it_and_abort_is_acknowledged(prefill: Prefill) -> None:
     stranger = secrets.token_hex(16)
     prefill.sender.handle(b"x", messages.encode(Slots(1, 1, (1,), 0, 0), stranger))
     prefill.sender.handle(b"x", messages.encode(messages.AbortTransfer(1, 1, "c", "r"), stranger))
     said = [messages.decode_for_receiver(frame)[1] for _, frame in prefill.sent]
-    assert isinstance(said[0], messages.Refused)
-    assert "before Hello" in said[0].reason
-    assert said[1] == messages.AbortAck(1, 1)
-    assert prefill.sender.counters.refused == {"no_hello": 1}
+    assert said == [messages.HelloNeeded(), messages.AbortAck(1, 1)]
+    assert prefill.sender.counters.ungreeted_slots == 1
 
 
 @pytest.mark.parametrize("connected", [False, True])

@@ -21,6 +21,7 @@ from kv_transfer.events import (
     Arrived,
     Delivered,
     PagesFree,
+    PeerForgot,
     PeerRefused,
     RoomFailed,
     SlotsGranted,
@@ -199,7 +200,7 @@ class Transfers(RuleBasedStateMachine):
                 _, pages = self.held.pop(event.room)
                 assert pages == event.pages
                 self.free |= set(pages)
-            elif isinstance(event, PeerRefused):
+            elif isinstance(event, PeerRefused | PeerForgot):
                 if event.incarnation == self.prefill.incarnation:
                     self.connect()
             else:
