@@ -216,7 +216,7 @@ class FakeReceiver:
         pass
 
 
-def test_a_prefill_node_that_had_lost_this_node_is_greeted_again(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_prefill_node_that_had_lost_this_node_is_greeted_again() -> None:
     """A router has reported this node as lost, which was only stopped, and goes on before it hears of that."""
     with NodeCluster(SMALL) as cluster:
         first = cluster.submit(prompt_of(10, 0), 4)
@@ -228,10 +228,8 @@ def test_a_prefill_node_that_had_lost_this_node_is_greeted_again(capfd: pytest.C
         codes = [failed.code for failed in cluster.failures]
         assert 1 <= codes.count(NodeLost.code) <= len(calls)
         assert TransferFailed.code not in codes
+        assert cluster.decode.receiver.counters.refused == 0
         cluster.settle()
-    said = capfd.readouterr().err
-    assert "a prefill node had lost this node, which greets it again" in said
-    assert "refused to work" not in said
 
 
 def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
