@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, choose_division, size_of_part, store_part
+from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, choose_division, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
@@ -155,10 +155,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    part = size_of_part(length - begin, splits, GRANULE, BLOCK_N)
-    used = tl.maximum(tl.cdiv(length - begin, part), 1)
-    begin += split * part
-    end = tl.minimum(begin + part, length)
+    begin, end, used = keys_of_part(begin, length, split, splits, GRANULE, BLOCK_N)
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     inside = (dim < D)[None, :]

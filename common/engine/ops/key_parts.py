@@ -84,12 +84,19 @@ def choose_eight_bits_division(
 
 
 @kernel
-def size_of_part(length, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the keys per part of `length` keys: at least one step, so that short requests have fewer parts.
+def keys_of_part(  # type: ignore[no-untyped-def]
+    begin, end, split, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the first key of part `split` of keys begin .. end - 1, the one after its last, and the number of parts.
 
-    The compiler has to see that it is a multiple of GRANULE, which BLOCK_N is.
+    A part has at least one step of keys, so short requests have fewer than `splits` parts; there is always one. The
+    others begin at or after `end`.
     """
-    return tl.maximum(tl.cdiv(tl.cdiv(length, splits), GRANULE), BLOCK_N // GRANULE) * GRANULE
+    # The compiler has to see that it is a multiple of GRANULE, which BLOCK_N is.
+    part = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), GRANULE), BLOCK_N // GRANULE) * GRANULE
+    used = tl.maximum(tl.cdiv(end - begin, part), 1)
+    begin += split * part
+    return begin, tl.minimum(begin + part, end), used
 
 
 @kernel

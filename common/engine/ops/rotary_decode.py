@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import LOG2_E, KeyParts, choose_division, size_of_part, store_part
+from common.engine.ops.key_parts import LOG2_E, KeyParts, choose_division, keys_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
@@ -149,10 +149,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    part = size_of_part(length - begin, splits, GRANULE, BLOCK_N)
-    used = tl.maximum(tl.cdiv(length - begin, part), 1)
-    begin += split * part
-    end = tl.minimum(begin + part, length)
+    begin, end, used = keys_of_part(begin, length, split, splits, GRANULE, BLOCK_N)
     last = length - 1
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, size_of_part, store_part
+from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.paged_softmax import load_keys, soften
@@ -197,10 +197,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         bound = length
     if WINDOW:
         begin = tl.maximum(prefix - window + 1, 0)
-    part = size_of_part(bound - begin, splits, GRANULE, BLOCK_N)
-    used = tl.maximum(tl.cdiv(bound - begin, part), 1)
-    begin += split * part
-    end = tl.minimum(begin + part, bound)
+    begin, end, used = keys_of_part(begin, bound, split, splits, GRANULE, BLOCK_N)
 
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     token, head = request * new + row // GROUP, kv_head * GROUP + row % GROUP
