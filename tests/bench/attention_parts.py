@@ -102,8 +102,10 @@ class Layer:
         given, rest = (query, *self.planes, self.table, self.lengths), (LONGEST, None, DIM**-0.5)
         key_parts.MOST_JOINED = way.most_joined
         if self.new == 1:
-            return decode_triton(*given, *rest, way.division, way.warps).flatten(1)
-        return verify_triton(*given, self.chain, *rest, way.division, way.warps).flatten(1)
+            out = decode_triton(*given, *rest, division=way.division, num_warps=way.warps)
+        else:
+            out = verify_triton(*given, self.chain, *rest, division=way.division, num_warps=way.warps)
+        return out.flatten(1)
 
     def expected(self, qkv: Tensor) -> Tensor:
         rotary_kv_write_reference(qkv, *self.angles, self.norm, self.norm, EPS, *self.planes, self.slots)

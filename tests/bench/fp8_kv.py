@@ -67,7 +67,8 @@ def operations(pages: Pages, sweep: bool) -> Iterator[tuple[str, Callable[[Tenso
     where = pages.table, pages.lengths
 
     def decode(keys: Tensor, values: Tensor, division: Division | None = None, warps: int = 4) -> object:
-        return decode_triton(query, keys, values, *where, length, None, SCALE, division, warps)
+        args = *where, length, None, SCALE
+        return decode_triton(query, keys, values, *args, division=division, num_warps=warps)
 
     def verify(keys: Tensor, values: Tensor) -> object:
         return verify_triton(drafts, keys, values, *where, mask, length, None, SCALE)

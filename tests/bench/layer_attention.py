@@ -63,13 +63,14 @@ def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float
 
 def decode(query: Tensor, planes: Tensor, pages: Pages, division: Division | None = None) -> Tensor:
     return decode_triton(
-        query, planes[0], planes[1], pages.table, pages.lengths, BOUND, None, SCALE, division
+        query, planes[0], planes[1], pages.table, pages.lengths, BOUND, None, SCALE, division=division
     )
 
 
 def verify(query: Tensor, planes: Tensor, pages: Pages, mask: Tensor, division: Division | None) -> Tensor:
     key, value = planes
-    return verify_triton(query, key, value, pages.table, pages.lengths, mask, BOUND, None, SCALE, division)
+    args = pages.table, pages.lengths, mask, BOUND, None, SCALE
+    return verify_triton(query, key, value, *args, division=division)
 
 
 def variants(batch: int) -> Iterator[tuple[str, int, Attend | None]]:

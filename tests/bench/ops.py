@@ -311,9 +311,10 @@ def tune() -> Iterator[Result]:
         (256, 64, 8, 2),
     ):
         for new, (pages, starts, query, nbytes, flop) in work.items():
-            tail = pages.table, starts, pages.lengths, None, SCALE, (rows, keys, warps), stages
+            tail = pages.table, starts, pages.lengths, None, SCALE
+            shaped = partial(extend_triton, shape=(rows, keys, warps), num_stages=stages)
             calls: list[Callable[[], object]] = [
-                partial(extend_triton, query, key, value, *tail) for key, value in pages.planes
+                partial(shaped, query, key, value, *tail) for key, value in pages.planes
             ]
             shape = f"{new} rows {rows} keys {keys} warps {warps} stages {stages}"
             yield measure("tune extend", shape, calls, nbytes, flop)

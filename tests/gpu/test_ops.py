@@ -364,10 +364,11 @@ def test_attention(dtype: torch.dtype, dim: int, page_size: int, window: int | N
     heads, kv_heads = 8, 2
     cache = Cache([1, 63, 700, 2000, 130], page_size, kv_heads, dim, dtype)
     query = normal(5, heads, dim, dtype=dtype)
-    args = cache.page_table, cache.lengths, 4096, window, dim**-0.5
+    key, value = cache.planes
+    args = query, key, value, cache.page_table, cache.lengths, 4096, window, dim**-0.5
     for out in (
-        decode_attention(query, *cache.planes, *args),
-        decode_triton(query, *cache.planes, *args, Division(1, 64, 2)),
+        decode_attention(*args),
+        decode_triton(*args, division=Division(1, 64, 2)),
     ):
         for row in range(5):
             close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
@@ -427,10 +428,11 @@ def test_verify_attention(
     expected = verify_reference(*exact, *tail)
     table = torch.cat((cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)))
     padded = torch.cat((cache.lengths, torch.zeros_like(cache.lengths[:1])))
-    args = query, *cache.planes, table, padded, masks, *tail
+    key, value = cache.planes
+    args = query, key, value, table, padded, masks, *tail
     for out in (
         verify_attention(*args),
-        *(verify_triton(*args, Division(splits, 64, 2)) for splits in (1, 7)),
+        *(verify_triton(*args, division=Division(splits, 64, 2)) for splits in (1, 7)),
     ):
         close(out[:-new], expected)
         assert not out[-new:].any()

@@ -7,8 +7,6 @@ length, not on the rest of the batch.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -210,10 +208,10 @@ def decode_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    division: Division | None = None,
-    num_warps: int = 4,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    division: Division | None = None,
+    num_warps: int = 4,
 ) -> Tensor:
     """Split over keys (flash-decoding). A padding row (length 0) yields zeros."""
     batch, heads, head_dim = query.shape
@@ -272,26 +270,10 @@ def decode_triton(
     return out
 
 
-def _decode_cuda(
-    query: Tensor,
-    key_plane: Tensor,
-    value_plane: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    window: int | None,
-    scale: float,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> Tensor:
-    run = partial(decode_triton, key_scale=key_scale, value_scale=value_scale)
-    return run(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
-
-
 def _fake(query: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 decode_attention = register_op(
-    "decode_attention", decode_reference, mutates=(), fake=_fake, cpu=_decode_cpu, cuda=_decode_cuda
+    "decode_attention", decode_reference, mutates=(), fake=_fake, cpu=_decode_cpu, cuda=decode_triton
 )

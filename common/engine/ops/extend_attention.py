@@ -6,8 +6,6 @@ page table entries never affect a result, not even as 0 * NaN.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -271,10 +269,10 @@ def extend_triton(
     seq_lens: Tensor,
     window: int | None,
     scale: float,
-    shape: tuple[int, int, int] | None = None,
-    num_stages: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    shape: tuple[int, int, int] | None = None,
+    num_stages: int | None = None,
 ) -> Tensor:
     """Launch without reading lengths: the grid covers every division of T rows among the requests."""
     count, heads, head_dim = query.shape
@@ -336,26 +334,10 @@ def extend_triton(
     return out
 
 
-def _extend_cuda(
-    query: Tensor,
-    key_plane: Tensor,
-    value_plane: Tensor,
-    page_table: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    window: int | None,
-    scale: float,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> Tensor:
-    run = partial(extend_triton, key_scale=key_scale, value_scale=value_scale)
-    return run(query, key_plane, value_plane, page_table, query_start, seq_lens, window, scale)
-
-
 def _fake(query: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 extend_attention = register_op(
-    "extend_attention", extend_reference, mutates=(), fake=_fake, cuda=_extend_cuda
+    "extend_attention", extend_reference, mutates=(), fake=_fake, cuda=extend_triton
 )

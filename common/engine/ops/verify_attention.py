@@ -6,8 +6,6 @@ attends to the whole prefix, itself and its ancestors. Only slots below a reques
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -306,10 +304,10 @@ def verify_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    division: Division | None = None,
-    num_warps: int = 4,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    division: Division | None = None,
+    num_warps: int = 4,
 ) -> Tensor:
     """Let all new tokens of a request read its keys together, split into parts.
 
@@ -371,27 +369,10 @@ def verify_triton(
     return out
 
 
-def _verify_cuda(
-    query: Tensor,
-    key_plane: Tensor,
-    value_plane: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    tree_mask: Tensor,
-    max_seq_len: int,
-    window: int | None,
-    scale: float,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> Tensor:
-    run = partial(verify_triton, key_scale=key_scale, value_scale=value_scale)
-    return run(query, key_plane, value_plane, page_table, seq_lens, tree_mask, max_seq_len, window, scale)
-
-
 def _fake(query: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 verify_attention = register_op(
-    "verify_attention", verify_reference, mutates=(), fake=_fake, cpu=_verify_cpu, cuda=_verify_cuda
+    "verify_attention", verify_reference, mutates=(), fake=_fake, cpu=_verify_cpu, cuda=verify_triton
 )

@@ -45,7 +45,9 @@ def check_decode(dtype: torch.dtype, page_size: int, window: int | None, divisio
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
     query = torch.randn(len(lengths), heads, dim, dtype=dtype)
     query[-1] = torch.nan  # a padding row without length
-    out = decode_triton(query, *cache.planes, table, lengths, 4096, window, dim**-0.5, division)
+    key, value = cache.planes
+    given = query, key, value, table, lengths, 4096, window, dim**-0.5
+    out = decode_triton(*given, division=division)
     for row in range(len(cache.lengths)):
         close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
     assert not out[-1].any()
@@ -57,8 +59,10 @@ def test_counts_of_ended_programs_start_at_zero_again() -> None:
         cache = Cache(lengths, 16, 2, 16, torch.float32)
         query = torch.randn(len(lengths), 4, 16)
         for splits in (5, 3):
-            given = torch.tensor(lengths, dtype=torch.int32), 4096, None, 0.25, Division(splits, 16, 2)
-            out = decode_triton(query, *cache.planes, cache.page_table, *given)
+            key, value = cache.planes
+            ends = torch.tensor(lengths, dtype=torch.int32)
+            given = query, key, value, cache.page_table, ends, 4096, None, 0.25
+            out = decode_triton(*given, division=Division(splits, 16, 2))
             for row in range(len(lengths)):
                 close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
             assert not ended_programs(out.device).any()

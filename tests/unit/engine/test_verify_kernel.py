@@ -66,9 +66,9 @@ def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int,
     padded = torch.cat((masks, masks[:1]))
     lengths = torch.tensor([*cache.lengths, 0], dtype=torch.int32)
     table = torch.cat([cache.page_table, torch.full_like(cache.page_table[:1], BAD_PAGE)])
-    out = verify_triton(
-        query, *cache.planes, table, lengths, padded, 4096, window, dim**-0.5, Division(splits, 16, 2)
-    )
+    key, value = cache.planes
+    given = query, key, value, table, lengths, padded, 4096, window, dim**-0.5
+    out = verify_triton(*given, division=Division(splits, 16, 2))
     expect(out, cache, query, masks, window)
     assert not out[-new:].any()
     reference = verify_reference(
@@ -102,8 +102,9 @@ def test_a_part_of_which_some_rows_see_nothing(length: int) -> None:
     masks = tree_masks([TREES[0]], 8)
     query, lengths = torch.randn(8, 2, 16), torch.tensor([length], dtype=torch.int32)
     for splits in (3, 4):
-        division = Division(splits, 16, 2)
-        out = verify_triton(query, *cache.planes, cache.page_table, lengths, masks, 64, None, 0.25, division)
+        key, value = cache.planes
+        given = query, key, value, cache.page_table, lengths, masks, 64, None, 0.25
+        out = verify_triton(*given, division=Division(splits, 16, 2))
         expect(out, cache, query, masks, None)
 
 
@@ -115,9 +116,9 @@ def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None
     cache = Cache([length], 16, kv_heads, dim, torch.float32)
     masks = torch.ones(new, new, dtype=torch.bool).tril()[None]
     query, lengths = torch.randn(new, heads, dim), torch.tensor([length], dtype=torch.int32)
-    out = verify_triton(
-        query, *cache.planes, cache.page_table, lengths, masks, length, window, dim**-0.5, Division(2, 32, 2)
-    )
+    key, value = cache.planes
+    given = query, key, value, cache.page_table, lengths, masks, length, window, dim**-0.5
+    out = verify_triton(*given, division=Division(2, 32, 2))
     torch.testing.assert_close(out.double(), cache.expected(0, query, window), atol=3e-6, rtol=3e-6)
 
 
