@@ -103,8 +103,10 @@ def keys_of_part(  # type: ignore[no-untyped-def]
 def store_part(  # type: ignore[no-untyped-def]
     result,  # [ROWS, BLOCK_D] float32, whose column i is column dim[i] of the output
     lse,  # [ROWS] float32, base 2; -inf: the row sees none of this part's keys
-    line,  # [ROWS], rows of the output: (row // GROUP) * HEADS + row % GROUP after `base`
-    live,  # [ROWS] bool
+    # These two follow from `base`, `first` and `count`. The callers have them already: computed again here, they cost
+    # some kernels up to 17 registers.
+    line,  # [ROWS], rows of the output: base + (row // GROUP) * HEADS + row % GROUP
+    live,  # [ROWS] bool: row < count
     dim,  # [BLOCK_D]
     base,  # int64: the row of the output of the first token's first head of this KV head
     first,  # the first of the tile's rows, which are tokens times GROUP heads
@@ -211,7 +213,7 @@ def ended_programs(device: torch.device) -> Tensor:
     Calls on two streams at once would count each other's programs. There are none: only decode nodes make such calls,
     a process has at most one, and its steps, warm-ups and graphs run one after another.
 
-    Raises RuntimeError if the first call is captured, whose graph would own the memory.
+    Raises RuntimeError if the first call is captured, because its graph would own the memory.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -239,11 +241,13 @@ class KeyParts:
         self._joined = division.is_joined(rows)
         self.arguments = out, out, out  # not used without parts
         if self._splits > 1:
-            assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
             shape = *out.shape[:2], self._splits
             outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.arguments = outputs, lse, ended_programs(out.device)
+            self.arguments = outputs, lse, lse
+            if self._joined:
+                assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
+                self.arguments = outputs, lse, ended_programs(out.device)
         live_rows = next_power_of_2(rows)
         self.constants = {
             "SPLIT": self._splits > 1,
