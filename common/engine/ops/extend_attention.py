@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.kv_rounding import for_fp8_keys
+from common.engine.ops.paged_attention import check_layout
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -278,16 +279,9 @@ def extend_triton(
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     batch = seq_lens.shape[0]
-    assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
-    assert key_plane.is_contiguous(), "planes must be contiguous"
-    assert value_plane.is_contiguous(), "planes must be contiguous"
-    assert key_plane.shape == value_plane.shape, "planes of different shapes"
-    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
-    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
+    check_layout(query, key_plane, value_plane, page_table, seq_lens)
     assert query_start.shape == (batch + 1,), f"{tuple(query_start.shape)} starts for {batch} requests"
     assert query_start.is_contiguous(), "starts must be contiguous"
-    assert seq_lens.is_contiguous(), "lengths must be contiguous"
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out

@@ -11,6 +11,7 @@ from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import LOG2_E, KeyParts, choose_division, keys_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
+from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
@@ -86,13 +87,7 @@ def _attend_block(  # type: ignore[no-untyped-def]
     """Add a block of keys to the running softmax: (maxima, sums, outputs) of the query rows."""
     score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
     score = tl.where(live[None, :], score, float("-inf"))
-    new_most = tl.maximum(most, tl.max(score, axis=1))  # finite: a block has a live key
-    prob = tl.exp2(score - new_most[:, None])
-    shrink = tl.exp2(most - new_most)
-    total = total * shrink + tl.sum(prob, axis=1)
-    out = out * shrink[:, None]
-    out += tl.dot(prob.to(query.dtype), value.to(query.dtype), input_precision="ieee")
-    return new_most, total, out
+    return online_softmax(most, total, out, score, value.to(query.dtype), True)
 
 
 @kernel_with_varying("table_stride", "window", "splits", "num_slots")
@@ -157,10 +152,8 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     position = begin + tl.arange(0, BLOCK_N)
     old = position < tl.minimum(end, last)
     page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=old, other=0)
-    place = ((page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * D) + kv_head * D)[:, None]
-    place += dim[None, :]
-    key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
-    value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
+    key = load_keys(key_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+    value = load_keys(value_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
     await_results(CHAINED)
 
     token = qkv_ptr + request * qkv_stride
@@ -198,11 +191,9 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
         position = start + tl.arange(0, BLOCK_N)
         old = position < tl.minimum(end, last)
         page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=old, other=0)
-        slots = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        place = (slots * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
         newest = (position == last)[:, None]
-        key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
-        value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
+        key = load_keys(key_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        value = load_keys(value_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         if EIGHT_BITS:
             key, value = key.to(query.dtype), value.to(query.dtype)
         key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
@@ -251,19 +242,13 @@ def rotary_decode_triton(
     batch, all_heads, head_dim = qkv.shape
     _, page_size, kv_heads, _ = key_plane.shape
     heads, dims = all_heads - 2 * kv_heads, cos.shape[-1]
-    assert qkv.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
+    check_layout(qkv[:, :heads], key_plane, value_plane, page_table, seq_lens)
     assert cos.shape == sin.shape == (batch, 1, dims), f"angles {tuple(cos.shape)} for {batch} tokens"
     assert 0 < dims <= head_dim, f"angles of {dims} dimensions for heads of {head_dim}"
     assert dims % 2 == 0, f"{dims} dimensions cannot be rotated in pairs"
     assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
     assert (q_weight is None) == (k_weight is None), "queries and keys are normalised together"
-    assert key_plane.shape == value_plane.shape, "planes of different shapes"
-    assert key_plane.is_contiguous() and value_plane.is_contiguous(), "planes must be contiguous"  # noqa: PT018
-    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
-    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
     assert page_table.shape[0] >= batch, "one page list per request"
-    assert seq_lens.is_contiguous(), "lengths must be contiguous"
     assert slots.is_contiguous() and slots.shape[0] <= batch, "one slot per token"  # noqa: PT018
     out = qkv.new_empty((batch, heads, head_dim))
     if batch == 0:

@@ -14,8 +14,8 @@ from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
+from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.paged_gather import gather
-from common.engine.ops.paged_softmax import load_keys, soften
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
@@ -242,7 +242,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         value = load_keys(value_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         if SPREAD:
             value = spread_columns(value, BLOCK_N, BLOCK_D)
-        most, total, out = soften(most, total, out, score, value.to(query.dtype))
+        most, total, out = online_softmax(most, total, out, score, value.to(query.dtype), False)
 
     tree_end = 0
     if not BITS:
@@ -265,7 +265,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
             value = load_keys(value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
             if SPREAD:
                 value = spread_columns(value, BLOCK_W, BLOCK_D)
-            most, total, out = soften(most, total, out, score, value.to(query.dtype))
+            most, total, out = online_softmax(most, total, out, score, value.to(query.dtype), False)
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
     if EIGHT_BITS:
@@ -318,16 +318,9 @@ def verify_triton(
     _, page_size, kv_heads, _ = key_plane.shape
     assert count == batch * new, f"{count} rows for {batch} requests of {new} new tokens"
     assert width >= new, f"a tree of {width} slots cannot hold {new} new tokens"
-    assert query.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
-    for plane in (key_plane, value_plane):
-        assert plane.is_contiguous(), "planes must be contiguous"
-    assert key_plane.shape == value_plane.shape, "planes of different shapes"
-    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
-    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
-    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
+    check_layout(query, key_plane, value_plane, page_table, seq_lens)
     assert page_table.shape[0] >= batch, "one page list per request"
     assert tree_mask.stride(2) == 1, "slots of a mask row must be adjacent"
-    assert seq_lens.is_contiguous(), "lengths must be contiguous"
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out
