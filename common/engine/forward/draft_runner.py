@@ -12,10 +12,12 @@ from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.safetensors_header import TensorEntry
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput
 from common.engine.forward.file_embedding import take_embedding
+from common.engine.forward.own_head import check_head
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import (
@@ -36,6 +38,8 @@ from common.errors import ModelError
 
 Head = TypeVar("Head", Eagle3Head, EagleHead)
 
+# An LM head in FP8 also has these, which are not read either.
+HEAD_SCALES = ("lm_head.weight_scale", "lm_head.weight_scale_inv", "lm_head.input_scale")
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # older names of fc_norm.0, 1, 2
 
 
@@ -76,13 +80,13 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
 
     Some files repeat both. Raises ModelError with what does not fit.
     """
-    names = _tensor_names(path)
+    names = set(_tensors(path))
     check_draft_size(path, draft)
     _check_shared(path, draft, target, ())
     norms = {input_norm(layer) for layer in range(1, draft.model.num_layers)}
     found = {norm for norm in norms if _published(norm, names) in names}
     head = EagleHead(draft, target, placement, _own_parts(names) | found)
-    _fill(path, head, names, (EMBEDDING, LM_HEAD))
+    _fill(path, head, names, (EMBEDDING, LM_HEAD, *HEAD_SCALES))
     if _published(EMBEDDING, names) in names:
         take_embedding(path, head, target, partial(_published, found=names))
     return _checked(head.eval(), draft, placement, path)
@@ -90,8 +94,11 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
 
 def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> Eagle3Head:
     """Build and fill a head that shares missing parts with the target. Raises ModelError with what does not fit."""
-    names = _tensor_names(path)
+    tensors = _tensors(path)
+    names = set(tensors)
     own = _own_parts(names)
+    if LM_HEAD in own:
+        check_head(path, _published(LM_HEAD, names), tensors, draft.model.weights)
     check_draft_size(path, draft)
     _check_shared(path, draft, target, own)
     head = Eagle3Head(draft, target, placement, own)
@@ -102,8 +109,8 @@ def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Pla
     return _checked(head.eval(), draft, placement, path)
 
 
-def _tensor_names(path: Path) -> set[str]:
-    return {name for file in read_weight_files(path) for name in file.tensors}
+def _tensors(path: Path) -> dict[str, TensorEntry]:
+    return {name: entry for file in read_weight_files(path) for name, entry in file.tensors.items()}
 
 
 def _own_parts(names: Collection[str]) -> set[str]:

@@ -78,13 +78,14 @@ def load_model(
     """
     config = ModelConfig.load(path).for_length(max_tokens).quantized(quantization)
     layout = checkpoint_layout(config, path)
-    config = with_own_head(Path(path), config, layout)
+    config, renamed = with_own_head(Path(path), config, layout)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target, ranks)
     check_model_size(Path(path), config, placement.dtype, target)
     model = build_model(config, placement, aux_layers).eval()
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    pieces = (piece._replace(name=layout.language(piece.name)) for piece in model.pieces())
+    names = ((piece, layout.language(piece.name)) for piece in model.pieces())
+    pieces = (piece._replace(name=renamed.get(name, name)) for piece, name in names)
     file = Path(path) / "config.json"
     modules = module_prefixes(read_json(file), str(file))
     load_weights(path, pieces, progress, tied, (*layout.vision_prefixes, *modules))

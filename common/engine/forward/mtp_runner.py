@@ -18,6 +18,7 @@ from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.file_embedding import take_embedding
+from common.engine.forward.own_head import check_head
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import DraftOutput, SplitHead
@@ -56,6 +57,9 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     used = range(draft.model.num_layers)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in used)
     tensors = {name: entry for file in read_weight_files(path) for name, entry in file.tensors.items()}
+    for name in (f"{prefix}{HEAD}.weight" for prefix in prefixes):
+        if name in tensors:
+            check_head(path, name, tensors, draft.model.weights)
     weights = with_unlisted(draft.model.weights, tensors, prefixes)
     model = build_mtp(replace(draft, model=replace(draft.model, weights=weights)), target, placement)
     layers = tuple(f"{draft.mtp.layer_prefix(index)}." for index in used)
