@@ -51,7 +51,7 @@ def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
     """Compose one router process. Raises ConfigError or ModelError, each naming the remedy."""
     cluster, path = resolved.cluster, resolved.model_path
     config = _model_config(resolved)
-    tokenizer = _tokenizer(resolved, config)
+    tokenizer = _tokenizer(resolved, config, log)
     model = _served_model(resolved, config, tokenizer, log)
     shown = {path: {"value": value, "origin": origin} for path, value, origin in resolved.rows()}
     spawner = Spawner()
@@ -110,14 +110,24 @@ def _model_config(resolved: Resolved) -> ModelConfig:
     return config
 
 
-def _tokenizer(resolved: Resolved, config: ModelConfig) -> Tokenizer:
+def _tokenizer(resolved: Resolved, config: ModelConfig, log: Log) -> Tokenizer:
     path = resolved.model_path
     tokenizer = Tokenizer(path)
-    # The placeholder token of an image may lie outside the vocabulary: it has no embedding.
-    placeholder = -1 if config.vision is None else config.vision.image_token_id
-    if tokenizer.vocab_size > max(config.vocab_size, placeholder + 1):
+    added, others = tokenizer.beyond(config.vocab_size)
+    if others:
         raise ModelError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {config.vocab_size}"
+            f"{path}: the tokenizer has {others} tokens with ids above {config.vocab_size - 1}, the model's last one "
+            "(vocab_size): it is for another model"
+        )
+    # The placeholder of an image has no embedding, and may lie outside the vocabulary.
+    placeholder = -1 if config.vision is None else config.vision.image_token_id
+    unknown = [text for text in added if tokenizer.token_to_id(text) != placeholder]
+    if unknown:
+        log.warning(
+            "the model has no embeddings of some added tokens of its tokenizer: prompts with them are refused",
+            model=str(path),
+            tokens=", ".join(map(repr, unknown[:5])),
+            count=len(unknown),
         )
     return tokenizer
 

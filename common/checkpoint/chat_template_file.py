@@ -1,7 +1,8 @@
-"""Finds a model's chat template without compiling it, which only the router's text workers do. No torch."""
+"""Finds a model's chat templates without compiling them, which only the router's text workers do. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from common.errors import ModelError
 
 OWN_FILE = "chat_template.jinja"
 JSON_FILES = ("chat_template.json", "tokenizer_config.json")  # in this order
+FOLDER = "additional_chat_templates"  # of templates beside OWN_FILE, one file each
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates; other names are not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,12 @@ class TemplateSource:
 
     text: str
     file: Path
+    tool_use: str | None = None  # the template of requests with tools, if it is another
+
+    @property
+    def all_text(self) -> str:
+        """The text of both templates."""
+        return self.text + (self.tool_use or "")
 
 
 def find_chat_template(model: Path, given: Path | None = None) -> TemplateSource | None:
@@ -32,22 +41,38 @@ def find_chat_template(model: Path, given: Path | None = None) -> TemplateSource
         return TemplateSource(read_text(given.resolve(), MAX_TEMPLATE_BYTES), given)
     own = model / OWN_FILE
     if own.is_file():
-        return TemplateSource(read_text(own, MAX_TEMPLATE_BYTES), own)
+        return TemplateSource(read_text(own, MAX_TEMPLATE_BYTES), own, _beside(model))
     for file in (model / name for name in JSON_FILES):
         values = read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
-        if "chat_template" in values:
-            text = _default(values["chat_template"])
-            if text is not None and len(text) > MAX_TEMPLATE_BYTES:
+        named = _named(values.get("chat_template"))
+        for text in named.values():
+            if len(text) > MAX_TEMPLATE_BYTES:
                 raise ModelError(
                     f"{file}: chat_template has {len(text)} characters; at most {MAX_TEMPLATE_BYTES} are read"
                 )
-            return None if text is None else TemplateSource(text, file)
+        if DEFAULT in named:
+            return TemplateSource(named[DEFAULT], file, named.get(TOOL_USE))
     return None
 
 
-def _default(template: Any) -> str | None:
-    """Return the template; if there are several named ones, the one called `default`."""
+def _beside(model: Path) -> str | None:
+    """Return the template for tools of a model whose templates are files."""
+    folder = model / FOLDER
+    if not (folder / f"{TOOL_USE}.jinja").is_file():
+        return None
+    if folder.is_symlink():
+        raise ModelError(f"{folder} is a link; copy the folder into the model directory")
+    return read_text(folder / f"{TOOL_USE}.jinja", MAX_TEMPLATE_BYTES)
+
+
+def _named(template: Any) -> Mapping[str, str]:
+    """Return the templates by name: one without a name is the default, several are a list or an object."""
     if isinstance(template, list):
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        template = {
+            each["name"]: each.get("template")
+            for each in template
+            if isinstance(each, dict) and isinstance(each.get("name"), str)
+        }
+    if not isinstance(template, dict):
+        template = {DEFAULT: template}
+    return {name: text for name, text in template.items() if isinstance(text, str)}

@@ -30,7 +30,7 @@ MAX_TOKENIZER_CONFIG_BYTES = 16 * MIB
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of the model directory `path.parent` for reading.
+    """Open a file of the model directory `path.parent`, or of a folder in it, for reading.
 
     Raises ModelError, also for errors while reading.
     """
@@ -63,8 +63,13 @@ def real_path(path: Path) -> Path:
 
 
 def _is_blob(directory: Path, real: Path) -> bool:
-    """Return whether `directory` is a snapshot of a Hugging Face cache and `real` a blob of the same model."""
-    return directory.parent.name == SNAPSHOTS and real.parent == directory.parent.parent / BLOBS
+    """Return whether `directory` is a snapshot of a Hugging Face cache, or a folder in one, and `real` a blob of the
+    same model.
+    """
+    return any(
+        each.parent.name == SNAPSHOTS and real.parent == each.parent.parent / BLOBS
+        for each in (directory, directory.parent)
+    )
 
 
 def read_bytes(path: Path, most: int) -> bytes:

@@ -72,7 +72,7 @@ class GrammarCompiler:
         self._parser_limits = self._limits.parser()
         try:
             self._tokenizer = LLTokenizer(
-                hide_markers(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_ids)
+                hide_markers(tokenizer_json, vocab_size), n_vocab=vocab_size, eos_token=list(eos_ids)
             )
         except Exception as error:  # the library raises plain exceptions of several types
             raise ModelError(f"tokenizer.json cannot constrain answers: {error}") from error

@@ -115,7 +115,7 @@ def find_template(
         return None, None
     if wanted == AUTO:
         source = find_chat_template(model, chat_template)
-        family = None if source is None else family_of(source.text)
+        family = None if source is None else family_of(source.all_text)
         own = _own_template(model)
         if own is not None:
             return compile_template(own, f"{model}/tokenizer_config.json", trusted=False), family

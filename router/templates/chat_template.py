@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from common.checkpoint.chat_template_file import find_chat_template
-from common.checkpoint.tokenizer_config import read_tokenizer_config, special_token
+from common.checkpoint.tokenizer_config import named_tokens, read_tokenizer_config
 from common.errors import InvalidRequest, ModelError
 from router.requests.openai_schema import Message, image_parts
 from router.templates.content_form import Content, ContentForms, text_part
@@ -20,7 +20,6 @@ from router.templates.prompt_end import PromptEnd, render_open
 from router.templates.sandbox import TemplateSandbox
 
 MAX_PROMPT_CHARACTERS = 8 << 20
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -28,20 +27,22 @@ class ChatTemplate:
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
         """Compile the template. Raises ModelError if that fails. A model without a template serves no chat."""
-        config = read_tokenizer_config(path)
         source = find_chat_template(path, given)
         # A token that the model lacks stays undefined: templates test for it, and it prints as "".
-        self._variables = {
-            name: text for name in SPECIAL_TOKENS if (text := special_token(config, name)) is not None
-        }
+        self._variables = named_tokens(read_tokenizer_config(path))
         self._sandbox = TemplateSandbox()
+        self._template = None if source is None else self._compiled(source.text, source.file)
+        self._tool_template = self._template
+        if source is not None and source.tool_use is not None:
+            self._tool_template = self._compiled(source.tool_use, source.file)
+
+    def _compiled(self, text: str, file: Path) -> jinja2.Template:
         try:
-            self._template = self._sandbox.from_string(source.text) if source is not None else None
+            return self._sandbox.from_string(text)
         except (jinja2.TemplateError, RecursionError) as error:
-            assert source is not None
             line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ModelError(
-                f"{source.file}: the chat template cannot be compiled: {error}{line}; correct it, or set another in "
+                f"{file}: the chat template cannot be compiled: {error}{line}; correct it, or set another in "
                 "model.chat_template"
             ) from error
 
@@ -91,7 +92,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render messages unchanged. Raises whatever the template raises."""
-        assert self._template is not None
+        template = self._tool_template if variables.get("tools") else self._template
+        assert template is not None
         given = {
             "tools": None,
             **variables,
@@ -100,7 +102,7 @@ class ChatTemplate:
             "add_generation_prompt": generation_prompt,
             "documents": None,
         }
-        return self._sandbox.render(self._template, given, MAX_PROMPT_CHARACTERS)
+        return self._sandbox.render(template, given, MAX_PROMPT_CHARACTERS)
 
     def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """Convert a message to what the template expects: images as parts, text in the form of its role."""

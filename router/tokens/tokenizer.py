@@ -9,9 +9,11 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from common.checkpoint.added_tokens import is_marker
 from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
+from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import ModelError
 from router.tokens.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from router.tokens.longest_token import longest_token
+from router.tokens.named_tokens import complete
 
 
 class Tokenizer:
@@ -20,7 +22,10 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise ModelError(f"{path} has no tokenizer.json; tandem reads fast tokenizers only")
+            raise ModelError(
+                f"{path} has no tokenizer.json; tandem reads fast tokenizers only: write it with transformers "
+                f"(AutoTokenizer.from_pretrained, then save_pretrained)"
+            )
         content = read_bytes(file, MAX_TOKENIZER_BYTES)
         try:
             self._tokenizer = HfTokenizer.from_buffer(content)
@@ -33,8 +38,9 @@ class Tokenizer:
         # A truncation length in the file would cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        named = complete(self._tokenizer, read_tokenizer_config(path))
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in self._added.items() if token.special)
+        self._special = named | {token_id for token_id, token in self._added.items() if token.special}
         self._texts: dict[int, str] = {}  # token id -> its text in isolation; bounded by the vocabulary
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
         self._longest = longest_token(self._tokenizer)
@@ -49,6 +55,15 @@ class Tokenizer:
         """The largest token id plus one."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(vocabulary.values(), default=-1) + 1
+
+    def beyond(self, vocab_size: int) -> tuple[list[str], int]:
+        """Return the added tokens that a model of this vocabulary lacks, and the number of other such tokens."""
+        if self.vocab_size <= vocab_size:
+            return [], 0
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        lacking = sorted((number, text) for text, number in vocabulary.items() if number >= vocab_size)
+        added = [text for number, text in lacking if number in self._added]
+        return added, len(lacking) - len(added)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Tokenize. Lone surrogates become U+FFFD.

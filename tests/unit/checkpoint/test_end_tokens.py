@@ -38,3 +38,10 @@ def test_the_token_of_the_tokenizer_comes_first_and_always_ends_a_text(
     model = replace(ModelConfig.load(MODEL), eos_token_ids=ids)
     assert model.vocab_size == 704
     assert end_tokens(tmp_path, model, IDS.get) == expected
+
+
+def test_the_token_may_be_in_the_older_file(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 5}))
+    model = replace(ModelConfig.load(MODEL), eos_token_ids=())
+    assert end_tokens(tmp_path, model, IDS.get) == (2,)

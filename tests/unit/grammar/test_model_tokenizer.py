@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,3 +46,15 @@ def test_a_constrained_answer_may_end_with_the_token_of_the_tokenizer(tmp_path: 
         other = matcher.fork()
         assert other.accept([token])
         assert other.ended
+
+
+def test_added_tokens_past_the_vocabulary_of_the_model_constrain_nothing(tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has a token for images, for which its text model has no embedding."""
+    raw = json.loads((MODEL / "tokenizer.json").read_text())
+    config = ModelConfig.load(MODEL)
+    last, flags = config.vocab_size, dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    raw["added_tokens"].append({"id": last, "content": "<picture>", "special": True, **flags})
+    raw["model"]["vocab"]["<picture>"] = last
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    compiler = compiler_for(tmp_path, config)
+    assert compiler.tokenize("yes") == compiler_for(MODEL, config).tokenize("yes")

@@ -69,6 +69,65 @@ def test_named_templates_are_found(tmp_path: Path) -> None:
         assert found.value.param == "messages"
 
 
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NAMED = {"default": "plain", "tool_use": "{{ tools | length }} tool", "rag": "x"}
+
+
+@pytest.mark.parametrize("form", ["list", "object", "files"])
+def test_requests_with_tools_get_the_template_for_them(form: str, tmp_path: Path) -> None:
+    """As in Hermes: the default one would not show the tools, without an error."""
+    import transformers
+
+    value: Any = NAMED if form == "object" else [{"name": n, "template": t} for n, t in NAMED.items()]
+    if form == "files":
+        (tmp_path / "chat_template.jinja").write_text(NAMED["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
+        value = "old"
+    (tmp_path / "tokenizer.json").write_bytes((TINY / "tokenizer.json").read_bytes())
+    ours = made(tmp_path, value)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools, expected in (([], "plain"), (TOOLS, "1 tool")):
+        plain = [{"role": "user", "content": "hi"}]
+        assert theirs.apply_chat_template(plain, tools=tools or None, tokenize=False) == expected
+        assert ours.render(HI, tools=tools) == expected
+    source = find_chat_template(tmp_path)
+    assert source is not None
+    assert source.all_text == NAMED["default"] + NAMED["tool_use"]
+
+
+def test_a_folder_of_templates_is_part_of_the_model(tmp_path: Path) -> None:
+    """Also in a Hugging Face cache, where its files are links to blobs."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "hash").write_text("tools")
+    (snapshot / "chat_template.jinja").write_text("plain")
+    (snapshot / "additional_chat_templates" / "tool_use.jinja").symlink_to("../../../blobs/hash")
+    assert ChatTemplate(snapshot).render(HI, tools=TOOLS) == "tools"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "chat_template.jinja").write_text("plain")
+    (other / "additional_chat_templates").symlink_to(snapshot / "additional_chat_templates")
+    with pytest.raises(ModelError, match="additional_chat_templates is a link"):
+        ChatTemplate(other)
+
+
+def test_special_tokens_of_any_name_and_of_the_older_file(tmp_path: Path) -> None:
+    source = "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ audio_token }}"
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "not here"})
+    )
+    named = {
+        "eos_token": "<old>",
+        "image_token": "<image>",
+        "extra_special_tokens": {"audio_token": "<audio>"},
+    }
+    assert made(tmp_path, source, **named).render(HI) == "<s></s><image><audio>"
+    # transformers does not read the older file if this one lists the added tokens.
+    assert made(tmp_path, source, **named, added_tokens_decoder={}).render(HI) == "<old><image><audio>"
+
+
 def test_special_tokens_as_text_objects_and_absent(tmp_path: Path) -> None:
     source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token is defined }}"
     template = made(
