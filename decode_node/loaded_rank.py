@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.engine.forward.rotary_places import rotary_places
+from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.layers.ranks import expert_division
 from common.engine.state.relay_state import RelayState
 from common.node import graph_start
@@ -70,6 +72,12 @@ def load_rank(
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(plan.max_rows, served.config.vocab_size, device, carried, served.state.window)
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
+
+    def graphs() -> Sequence[NodeGraphs[Any]]:
+        return step_forwards(sizes, served, relay, trial).graphs
+
+    peers.report("compiling")
+    graph_start.compiled(device, graphs, log)
     peers.report("sizing")
-    served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)
+    served = graph_start.sized(served, graphs)
     return LoadedRank(graph_start.agreed(served, peers.exchange), relay, sizes, peers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common.engine.forward.rotary_places import rotary_places
+from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import expert_division
 from common.engine.sampling.logit_adjustments import AdjustmentRows
@@ -74,7 +76,7 @@ class LoadedPromptRank:
     def _warm_up(self, forwards: Forwards, log: Log) -> None:
         """Run what no graph has run yet, so that the first requests do not wait for kernels to compile."""
         started, layout, served, sizes = time.monotonic(), forwards.layout, self.served, self.sizes
-        forwards.attention.warm_up(served.heads, served.placement.dtype, sizes.chunk_tokens, sizes.max_batch)
+        _warm_up_attention(forwards, served, sizes)
         device, keeps_state = served.placement.device, layout.num_slots > 0
         axes = served.config.rope.axes
         warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, axes, keeps_state)
@@ -105,6 +107,10 @@ class LoadedPromptRank:
         return times
 
 
+def _warm_up_attention(forwards: Forwards, served: ServingModel, sizes: PromptSizes) -> None:
+    forwards.attention.warm_up(served.heads, served.placement.dtype, sizes.chunk_tokens, sizes.max_batch)
+
+
 def load_prompt_rank(
     plan: NodePlan,
     sizes: PromptSizes,
@@ -129,7 +135,18 @@ def load_prompt_rank(
     if chunk_tokens != sizes.chunk_tokens:
         log.info("chunk size rounded", chunk_tokens=chunk_tokens, grid=grid)
         sizes = replace(sizes, chunk_tokens=chunk_tokens)
+
+    def forwards() -> Forwards:
+        return prompt_forwards(sizes, served, make_stage, bodies)
+
+    def warmed_up() -> Sequence[NodeGraphs[Any]]:
+        made = forwards()
+        _warm_up_attention(made, served, sizes)
+        return made.graphs
+
+    peers.report("compiling")
+    graph_start.compiled(served.placement.device, warmed_up, log)
     peers.report("sizing")
-    served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
+    served = graph_start.sized(served, lambda: forwards().graphs)
     served = graph_start.agreed(served, peers.exchange)
     return LoadedPromptRank(served, sizes, grid, make_stage, bodies, peers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,28 @@ from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.report import node_table
 from common.engine.graphs.spec import GraphKey
+from common.engine.ops.compile_ahead import compiling_ahead
+from common.engine.ops.triton_kernel import has_triton
 from common.errors import ConfigError
 from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 
 # Keys of a section: lowering them makes its graphs smaller.
 SMALLER = {"prefill": "chunk_tokens or max_batch", "decode": "max_running"}
+
+
+def compiled(device: torch.device, build: Callable[[], Iterable[NodeGraphs[Any]]], log: Log) -> None:
+    """Compile the kernels of a node on all cores, if it has a GPU and they are not in Triton's cache on disk.
+
+    Args:
+        build: makes the forwards of the node, not captured. What else it launches is compiled, too, and not run.
+    """
+    if device.type != "cuda" or not has_triton():
+        return
+    # What does not fit is refused by `sized`, with the arithmetic.
+    with suppress(torch.OutOfMemoryError), compiling_ahead(device) as kernels:
+        node_graphs.compile_ahead(kernels, build, log)
+    _release()
 
 
 def sized(served: ServingModel, build: Callable[[], Iterable[NodeGraphs[Any]]]) -> ServingModel:
@@ -56,8 +73,7 @@ def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
     try:
         return node_graphs.trial(build, _reserved)
     finally:
-        gc.collect()  # modules and runners refer to each other
-        torch.cuda.empty_cache()
+        _release()
 
 
 def capture(
@@ -88,6 +104,12 @@ def capture(
             raise _no_room(served, what, error) from error
     for line in node_table(map(node_graphs.report, graphs)):
         log.info("graphs", table=line)
+
+
+def _release() -> None:
+    """Release the memory of forwards that nothing uses any more."""
+    gc.collect()  # modules and runners refer to each other
+    torch.cuda.empty_cache()
 
 
 def _reserved() -> int:

@@ -25,6 +25,7 @@ Phase = Literal[
     "connecting",  # waiting until the other ranks of a node have imported as well, and connecting the GPUs
     "loading",
     "allocating",
+    "compiling",  # kernels that Triton's cache lacks
     "sizing",  # a trial of graphs, which sizes the pool
     "capturing",
     "warming",  # running and measuring what has no graph

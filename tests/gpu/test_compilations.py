@@ -9,13 +9,22 @@ import torch
 
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampling_plan import AdjustmentFacts
+from common.engine.state.relay_state import RelayState
+from common.node import graph_start
+from common.observability.logs import Log
+from decode_node.graphs import step_graphs
+from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.page_table import PageTable
 from tests.fakes.pools import plain_pool
+from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,3 +110,23 @@ def test_each_new_specialization_is_reported_once(compiled: list[str]) -> None:
     for width in (208, 208, 13):
         rms_norm(torch.randn(2, width, device="cuda"), torch.randn(width, device="cuda"), 1e-5)
     assert [kernel.partition("[")[0] for kernel in compiled] == ["_rms_norm_kernel"] * 2
+
+
+def test_what_decode_graphs_launch_is_compiled_ahead(compiled: list[str]) -> None:
+    """A node with an empty cache compiled one kernel after another, for half a minute."""
+    driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
+    vocab = driver.runner.model.config.vocab_size
+    relay = RelayState.allocate(9, vocab, driver.pool.device)
+    table = PageTable(9, 16, driver.pool.device)
+
+    def build() -> list[NodeGraphs[DecodeGraphs]]:
+        return [step_graphs.decode_graphs(driver.runner, relay, table, PhaseSwitch("full"), 8, 64)]
+
+    graph_start.compiled(driver.pool.device, build, Log("test"))
+    assert compiled
+    compiled.clear()
+    (made,) = build()
+    made.forward.graphs.capture()
+    assert not [row.error for row in made.forward.graphs.rows if row.error]
+    # Smaller shapes are tried with one way of sampling.
+    assert len(compiled) <= 1, compiled

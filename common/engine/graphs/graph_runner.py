@@ -93,9 +93,9 @@ class GraphRunner(Generic[Batch, Output]):
         Args:
             shapes: a subset of the spec's shapes, for a trial of the memory that graphs take.
         """
-        self.rows += map(self.capture_one, self._keys(shapes))
+        self.rows += map(self.capture_one, self.keys(shapes))
 
-    def _keys(self, shapes: Sequence[ShapeKey] | None = None) -> list[GraphKey]:
+    def keys(self, shapes: Sequence[ShapeKey] | None = None) -> list[GraphKey]:
         """Return the keys of these shapes, by default of all, the largest first."""
         wanted = self.spec.shapes if shapes is None else shapes
         return [GraphKey(shape, variant) for shape in reversed(wanted) for variant in self.spec.variants]
@@ -111,7 +111,7 @@ class GraphRunner(Generic[Batch, Output]):
 
         The order is the same on every rank, whichever shapes failed there. Raises if that fails too.
         """
-        missing = [key for key in self._keys() if key not in self._recordings]
+        missing = [key for key in self.keys() if key not in self._recordings]
         with torch.inference_mode():
             for key in missing:
                 inputs = self.inputs.idle(key.shape)
@@ -126,10 +126,7 @@ class GraphRunner(Generic[Batch, Output]):
         """Capture one graph; the row contains the error if that fails."""
         started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
-            with torch.inference_mode(), rehearsing():
-                inputs = self.inputs.idle(key.shape)
-                self.program.plan(self.program.idle(key.shape), inputs)
-                recording = self._backend.capture(partial(self.program.run, inputs, key.variant))
+            recording = self.record(key)
             self._outputs.narrow(recording.output, key.shape, key.shape)
             self._recordings[key] = recording
             nbytes, breaks = recording.nbytes, recording.breaks
@@ -150,6 +147,16 @@ class GraphRunner(Generic[Batch, Output]):
             breaks=breaks,
             error=error,
         )
+
+    def record(self, key: GraphKey) -> Recording[Output]:
+        """Capture a graph and return it; within `compiling_ahead` that compiles its kernels. Raises COMPILE_ERRORS.
+
+        The first must be kept until the last one is made: CUDA's memory pool ends with the last of its graphs.
+        """
+        with torch.inference_mode(), rehearsing():
+            inputs = self.inputs.idle(key.shape)
+            self.program.plan(self.program.idle(key.shape), inputs)
+            return self._backend.capture(partial(self.program.run, inputs, key.variant))
 
     def _compiling(self) -> float:
         """Return the seconds spent on compilation so far."""

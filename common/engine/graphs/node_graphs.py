@@ -9,14 +9,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from common.engine.graphs.backends.base import Recording
+from common.engine.graphs.backends.names import BREAKABLE, FULL
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.report import start_report, table
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch, StartupFacts, decide
 from common.engine.graphs.spec import GraphKey
 from common.engine.layers.placement import Placement
+from common.engine.ops.compile_ahead import KernelsAhead
+from common.engine.ops.triton_kernel import COMPILE_ERRORS
 from common.messages.identity import GraphReport, GraphTotals
 from common.observability.logs import Log
+from common.observability.start_progress import progressed
 
+# Backends whose captures launch kernels; those of piecewise graphs are prepared by torch.compile.
+LAUNCHING = (FULL, BREAKABLE)
 GRAPH_BYTES = 4 << 20  # per graph: its nodes, which the driver stores and torch does not count
 
 
@@ -60,6 +67,37 @@ def capture(
         log.warning("graphs not captured", phase=failures.phase, model=failures.model, failed=failures.failed)
     # Runs after the log: if the eager run fails too, the capture's error is the informative one.
     graphs.run_missing()
+
+
+def compile_ahead(kernels: KernelsAhead, build: Callable[[], Iterable[NodeGraphs[Any]]], log: Log) -> None:
+    """Compile what the graphs of `build` launch, within the context of `kernels`, unless all of it is cached on disk.
+
+    It is tried with the largest shape of each graph, whose sampling variants differ in few kernels. What is missed,
+    because a capture fails or a shape is not captured here, compiles when it is first launched.
+    """
+    runners: list[GraphRunner[Any, Any]] = [
+        node.forward.graphs
+        for node in build()
+        if node.decision.backend in LAUNCHING and node.forward.graphs.spec.shapes
+    ]
+    kept: list[Recording[Any]] = []
+
+    def record(runner: GraphRunner[Any, Any], keys: Iterable[GraphKey]) -> None:
+        for key in keys:
+            try:
+                kept.append(runner.record(key))
+            except COMPILE_ERRORS as failure:
+                spec, error = runner.spec, str(failure).splitlines()[0]
+                log.debug("not compiled ahead", phase=spec.phase, model=spec.model, key=str(key), error=error)
+            kernels.collect()
+            progressed("compiling what graphs launch")
+
+    for runner in runners:
+        record(runner, runner.keys(runner.spec.shapes[-1:]))
+    if kernels.were_cached():
+        return
+    for runner in runners:
+        record(runner, runner.keys(runner.spec.shapes[:-1])[:: len(runner.spec.variants)])
 
 
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:

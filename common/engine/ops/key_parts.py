@@ -18,6 +18,7 @@ from common.engine.ops.triton_kernel import (
     chained,
     kernel,
     kernel_with_varying,
+    launches,
     next_power_of_2,
     tl,
 )
@@ -206,15 +207,23 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
-@functools.cache
 def ended_programs(device: torch.device) -> Tensor:
     """Return the counts that all calls on a device share, [MAX_TILES] int32, which are zero between calls.
 
     Calls on two streams at once would count each other's programs. There are none: only decode nodes make such calls,
     a process has at most one, and its steps, warm-ups and graphs run one after another.
 
+    Where launches only compile, a call gets memory that nothing uses.
+
     Raises RuntimeError if the first call is captured, because its graph would own the memory.
     """
+    if not launches():
+        return torch.empty(MAX_TILES, dtype=torch.int32, device=device)
+    return _counts(device)
+
+
+@functools.cache
+def _counts(device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "attention must run once before the first graph is captured: a graph would own its counts"

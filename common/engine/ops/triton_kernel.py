@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,16 +28,19 @@ __all__ = [
     "await_results",
     "cdiv",
     "chained",
+    "compiling_only",
     "copies_in_bulk",
     "described",
     "has_triton",
     "kernel",
     "kernel_with_varying",
     "launch_next",
+    "launches",
     "multiprocessors",
     "next_power_of_2",
     "report_compilations",
     "tl",
+    "triton",
 ]
 
 
@@ -57,6 +62,33 @@ class _Missing:
         )
 
 
+_compiling_only: ContextVar[bool] = ContextVar("compiling_only", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Let launches of this thread's context compile their kernel and stop there; see `compile_ahead`."""
+    token = _compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _compiling_only.reset(token)
+
+
+def launches() -> bool:
+    """Return whether launches run kernels; False within `compiling_only`."""
+    return not _compiling_only.get()
+
+
+if triton is not None:
+
+    class _CompilableKernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
+        """A kernel whose launches `compiling_only` stops after compilation."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or _compiling_only.get(), **options)
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` with Triton: launch as kernel[grid](...), or call from another kernel."""
     return kernel_with_varying()(function)
@@ -72,7 +104,9 @@ def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
     def declare(function: Callable[..., Any]) -> Any:
         if triton is None:
             return _Missing(function.__name__)
-        return triton.jit(function, do_not_specialize=list(names))
+        if triton.knobs.runtime.interpret:
+            return triton.jit(function, do_not_specialize=list(names))
+        return _CompilableKernel(function, do_not_specialize=list(names))
 
     return declare
 
@@ -142,19 +176,20 @@ def report_compilations(
     """Call report(kernel and its specialization, seconds) after each later compilation in this process.
 
     `begins` is called before each. This is set once a node is ready: a kernel that compiles while serving delays
-    every request of that step by a second.
+    every request of that step by a second. What `compile_ahead` compiles on other threads is reported with 0 seconds.
     """
     if triton is None:
         return
     begun: dict[str, float] = {}
 
     def before(*, key: str, **_: object) -> bool:
-        begins()
-        begun[key] = time.perf_counter()
+        if launches():  # others are compiled beside this thread
+            begins()
+            begun[key] = time.perf_counter()
         return False  # continue and compile
 
     def after(*, key: str, repr: str, **_: object) -> None:
-        report(repr, time.perf_counter() - begun.pop(key, time.perf_counter()))
+        report(repr, time.perf_counter() - begun.pop(key) if key in begun else 0.0)
 
     triton.knobs.runtime.jit_cache_hook = before
     triton.knobs.runtime.jit_post_compile_hook = after

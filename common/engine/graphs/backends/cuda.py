@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.engine.graphs.backends.base import CaptureError
+from common.engine.ops.triton_kernel import launches
 
 _sides: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("side_streams", default=None)
 
@@ -48,7 +49,12 @@ class CudaRecorder:
 
     @property
     def warm_ups(self) -> int:
-        """One run compiles the kernels of a shape. The first graph takes two: workspaces are allocated, too."""
+        """One run compiles the kernels of a shape. The first graph takes two: workspaces are allocated, too.
+
+        Where launches run nothing, later kernels would read indices that no kernel has written.
+        """
+        if not launches():
+            return 0
         return 1 if self._captured else 2
 
     @contextmanager
@@ -72,6 +78,8 @@ class CudaRecorder:
         if self._graph is not None:
             raise CaptureError("a capture inside a capture")
         torch.cuda.synchronize(self._device)
+        # Its workspace for this stream would otherwise come from the pool of the graph.
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         self._open_sides.clear()
         # thread_local: other threads (sockets, loggers) may use the driver during the capture.
@@ -89,7 +97,7 @@ class CudaRecorder:
             self._stream.wait_stream(side)
         graph.capture_end()
         self._graph = None
-        self._captured = True
+        self._captured = self._captured or launches()
         return graph.replay
 
     def abort(self) -> None:

@@ -24,6 +24,7 @@ def test_only_the_first_graph_is_warmed_up_twice(monkeypatch: pytest.MonkeyPatch
         ("graph_pool_handle", object),
         ("Stream", lambda device: None),
         ("synchronize", lambda device: None),
+        ("current_blas_handle", lambda: None),
         ("CUDAGraph", FakeGraph),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)

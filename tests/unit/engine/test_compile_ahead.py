@@ -1,0 +1,108 @@
+"""A node compiles its kernels on all cores before it launches them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.engine.graphs import node_graphs
+from common.engine.graphs.backends.base import CaptureError, Recording
+from common.engine.graphs.graph_runner import GraphRunner
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import PhaseSwitch
+from common.engine.graphs.spec import GraphKey
+from common.engine.ops.key_parts import ended_programs
+from common.engine.ops.triton_kernel import compiling_only, launches
+from common.engine.state.relay_state import RelayState
+from common.observability.logs import Log
+from decode_node.graphs import step_graphs
+from decode_node.graphs.decode_graph import VARIANTS, DecodeGraphs
+from decode_node.page_table import PageTable
+from tests.unit.engine.graphs.rig import model
+from tests.unit.engine.paged_driver import Driver
+
+CPU = torch.device("cpu")
+REPO = Path(__file__).parents[3]
+
+
+def test_kernels_compile_and_load_on_threads_and_are_launched_later(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.fakes.compile_ahead"]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout) == {
+        "cached at first": False,
+        "launched ahead": [],
+        "loaded on": ["compile"],
+        "compilations": [0.0, 0.0],
+        "launched": ["_rms_norm_kernel", "_silu_mul_kernel"],
+        "compilations later": 2,
+        "raised": "CompileTimeAssertionFailure",
+        "cached again": True,
+    }
+
+
+class FakeKernels:
+    """Takes the place of KernelsAhead."""
+
+    def __init__(self, cached: bool) -> None:
+        self._cached = cached
+        self.collected = 0
+
+    def collect(self) -> None:
+        self.collected += 1
+
+    def were_cached(self) -> bool:
+        return self._cached
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_shapes_are_recorded_once_unless_the_cache_has_what_the_largest_need(
+    cached: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded: list[GraphKey] = []
+
+    def record(runner: GraphRunner[object, object], key: GraphKey) -> Recording[None]:
+        recorded.append(key)
+        if key.variant == "random":
+            raise CaptureError("no\nmore")
+        return Recording(None, [])
+
+    def build() -> list[NodeGraphs[DecodeGraphs]]:
+        runner = Driver(model(), [torch.zeros(8, dtype=torch.int64)], 4).runner
+        relay, table = RelayState.allocate(4, runner.model.config.vocab_size, CPU), PageTable(4, 16, CPU)
+        return [
+            step_graphs.decode_graphs(runner, relay, table, PhaseSwitch(backend), 4, 16)
+            for backend in ("full", "none")
+        ]
+
+    monkeypatch.setattr(GraphRunner, "record", record)
+    kernels = FakeKernels(cached)
+    with caplog.at_level(logging.DEBUG):
+        node_graphs.compile_ahead(kernels, build, Log("test"))  # type: ignore[arg-type]
+    largest = [(4, variant) for variant in VARIANTS]
+    smaller = [(count, VARIANTS[0]) for count in (2, 1)]
+    expected = largest if cached else [*largest, *smaller]
+    assert [(key.shape.requests, key.variant) for key in recorded] == expected
+    assert kernels.collected == len(recorded)
+    (line,) = caplog.records
+    assert (line.getMessage(), line.fields["error"]) == ("not compiled ahead", "no")  # type: ignore[attr-defined]
+
+
+def test_counts_of_attention_are_not_kept_where_nothing_is_launched() -> None:
+    """Those of a call that is captured while its kernel compiles would be the graph's memory, which is dropped."""
+    with compiling_only():
+        assert not launches()
+        passing = ended_programs(CPU)
+    assert launches()
+    assert ended_programs(CPU) is ended_programs(CPU)
+    assert passing is not ended_programs(CPU)
