@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from common.node.ranks.board import Told
+from common.node.ranks.ended_copies import OrderedCopies
 from common.node.ranks.launched_plans import LaunchedPlans
 from decode_node.ranked_host import RankFetches
 from decode_node.step_plan import Masks, StepPlan
@@ -36,8 +36,7 @@ class DecodeRankWork:
         self._tell = tell
         self._launched = LaunchedPlans(check)
         self._undrawn: tuple[int, Launched] | None = None  # (generation, masked step)
-        self._saves: deque[int] = deque()  # keys of saves that have not ended
-        self._ended = 0
+        self._saves = OrderedCopies()
         self._decoder = msgspec.msgpack.Decoder(StepPlan | Masks)
 
     @property
@@ -48,7 +47,7 @@ class DecodeRankWork:
         message: StepPlan | Masks = self._decoder.decode(frame)
         if isinstance(message, StepPlan):
             launched = self._worker.apply(message)
-            self._saves += (save.key for save in message.moves.saves)
+            self._saves.add(save.key for save in message.moves.saves)
             if message.masked:
                 self._undrawn = message.generation, launched
             elif message.rows:
@@ -64,9 +63,6 @@ class DecodeRankWork:
     def turn(self) -> bool:
         busy = self._launched.look()
         if self._saves:
-            unsaved = self._worker.unsaved()
-            while self._saves and self._saves[0] not in unsaved:
-                self._saves.popleft()
-                self._ended += 1
-            self._tell(Told.SAVED, self._ended)
+            self._saves.end_until(self._worker.unsaved())
+            self._tell(Told.SAVED, self._saves.ended)
         return self._host.turn() or busy or bool(self._saves)

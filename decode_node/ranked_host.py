@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from common.kv_cache.host_plan import Damage, HostFetch
 from common.node.ranks.board import Board, Told
+from common.node.ranks.ended_copies import OrderedCopies, ShownComparisons, found_damaged
 from decode_node.host_fetches import HostFetches
 from decode_node.step_plan import Moves
-
-SHOWN = 64  # fetches whose verdicts a rank shows, the newest; more than a node has in progress
 
 
 class OwnFetches:
@@ -22,27 +21,28 @@ class OwnFetches:
 
     def __init__(self, own: HostFetches) -> None:
         self._own = own
-        self._stores: deque[int] = deque()  # keys of those that have not ended
+        self._stores = OrderedCopies()
         self._fetches: deque[HostFetch] = deque()
         self._early: dict[int, Damage] = {}  # key -> what differed, of fetches that wait for one before them
-        self.stored = 0  # stores that have ended
 
     @property
     def busy(self) -> bool:
         return bool(self._stores or self._fetches)
 
+    @property
+    def stored(self) -> int:
+        """Number of stores that have ended."""
+        return self._stores.ended
+
     def apply(self, moves: Moves) -> None:
         self._own.apply(moves)
-        self._stores += (each.key for each in moves.stores)
+        self._stores.add(each.key for each in moves.stores)
         self._fetches += moves.fetches
 
     def look(self) -> None:
         """Count the stores that have ended."""
         if self._stores:
-            unfinished = self._own.unfinished()
-            while self._stores and self._stores[0] not in unfinished:
-                self._stores.popleft()
-                self.stored += 1
+            self._stores.end_until(self._own.unfinished())
 
     def ended(self) -> Iterator[tuple[HostFetch, Damage]]:
         """Yield the fetches that have ended, each once, and what differed."""
@@ -59,7 +59,7 @@ class RankFetches:
     def __init__(self, own: HostFetches, tell: Callable[[Told, int], None]) -> None:
         self._copies = OwnFetches(own)
         self._tell = tell
-        self._compared = self._damaged = 0
+        self._comparisons = ShownComparisons(tell)
 
     def apply(self, moves: Moves) -> None:
         self._copies.apply(moves)
@@ -71,11 +71,7 @@ class RankFetches:
         # Checksums of fetches may be those of stores that have just ended.
         self._copies.look()
         for _, damage in self._copies.ended():
-            bit = 1 << self._compared % SHOWN
-            self._damaged = self._damaged | bit if any(damage) else self._damaged & ~bit
-            self._compared += 1
-            self._tell(Told.DAMAGED, self._damaged)
-            self._tell(Told.COMPARED, self._compared)
+            self._comparisons.add(any(damage))
         self._tell(Told.STORED, self._copies.stored)
         return self._copies.busy
 
@@ -89,20 +85,17 @@ class FetchedByAll:
         self.copies = OwnFetches(own)  # public for tests
         self._board = board
         self._others = range(1, size)
-        self._stores: deque[int] = deque()  # keys of those that have not ended on some other rank
-        self._stored = 0  # those that have
+        self._stores = OrderedCopies()  # ended on all other ranks
         self._fetched: deque[tuple[HostFetch, Damage]] = deque()  # ended here, perhaps not on some other rank
         self._compared = 0  # fetches that have ended on all
 
     def apply(self, moves: Moves) -> None:
         self.copies.apply(moves)
-        self._stores += (each.key for each in moves.stores)
+        self._stores.add(each.key for each in moves.stores)
 
     def unfinished(self) -> Collection[int]:
         self.copies.look()
-        for _ in range(self._least(Told.STORED) - self._stored):
-            self._stores.popleft()
-            self._stored += 1
+        self._stores.end_first(self._least(Told.STORED))
         return {*self._own.unfinished(), *self._stores}
 
     def fetched(self) -> Mapping[int, Damage]:
@@ -111,9 +104,7 @@ class FetchedByAll:
         compared = self._least(Told.COMPARED)
         while self._fetched and self._compared < compared:
             fetch, damage = self._fetched.popleft()
-            if any(
-                self._board.read(rank, Told.DAMAGED) >> self._compared % SHOWN & 1 for rank in self._others
-            ):
+            if found_damaged(self._board, self._others, self._compared):
                 damage = Damage(fetch.copy.host_pages)
             found[fetch.key] = damage
             self._compared += 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection
 
 import msgspec
 
 from common.node.ranks.checked_launch import CheckedLaunch
+from common.node.ranks.ended_copies import OrderedCopies
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.step_result import Launched, Trees, Worker
 
@@ -35,20 +35,17 @@ class RankedWorker:
         self._tell = tell
         self._saved = saved
         self._check = check
-        self._saves: deque[int] = deque()  # keys of saves that have not ended on some other rank
-        self._ended = 0  # saves that have
+        self._saves = OrderedCopies()  # ended on all other ranks
         self._encoder = msgspec.msgpack.Encoder()
 
     def apply(self, plan: StepPlan) -> Launched:
         """Start everything that the plan contains on all ranks; on the others first, which have to hear of it."""
         self._tell(self._encoder.encode(plan))
-        self._saves += (save.key for save in plan.moves.saves)
+        self._saves.add(save.key for save in plan.moves.saves)
         return CheckedLaunch(self._first.apply(plan), self._check)
 
     def unsaved(self) -> Collection[int]:
-        for _ in range(self._saved() - self._ended):
-            self._saves.popleft()
-            self._ended += 1
+        self._saves.end_first(self._saved())
         return {*self._first.unsaved(), *self._saves}
 
     def trees(self) -> Trees:

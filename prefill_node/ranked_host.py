@@ -24,12 +24,12 @@ from common.kv_cache.host_plan import (
 )
 from common.node.overlap import Completion
 from common.node.ranks.board import Board, Told
+from common.node.ranks.ended_copies import OrderedCopies, ShownComparisons, found_damaged
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, PromptResult
 
 POLL_SECONDS = 0.0005
 COMPARE_SECONDS = 60.0  # for another rank to compare what it has loaded, after the forward
-SHOWN = 64  # plans with loads whose verdicts a rank shows, the newest
 
 
 class RankStore(HostMemory, HostCopies, Protocol):
@@ -50,12 +50,11 @@ class StoredByAll:
         """`ended` returns how many stores have ended on all other ranks, in the order of the plans."""
         self._own = own
         self._ended = ended
-        self._keys: deque[int] = deque()  # of stores that have not ended on some other rank
-        self._count = 0  # stores that have
+        self._stores = OrderedCopies()  # ended on all other ranks
 
     def store(self, stores: Sequence[Store]) -> None:
         self._own.store(stores)
-        self._keys += (each.key for each in stores)
+        self._stores.add(each.key for each in stores)
 
     def load(self, loads: Sequence[HostCopy]) -> Comparison:
         return self._own.load(loads)
@@ -64,10 +63,8 @@ class StoredByAll:
         self._own.close()
 
     def unfinished(self) -> Collection[int]:
-        for _ in range(self._ended() - self._count):
-            self._keys.popleft()
-            self._count += 1
-        return {*self._own.unfinished(), *self._keys}
+        self._stores.end_first(self._ended())
+        return {*self._own.unfinished(), *self._stores}
 
 
 class OtherVerdicts:
@@ -83,7 +80,7 @@ class OtherVerdicts:
 
     def damaged(self, number: int) -> bool:
         """Return whether some rank got other bytes than it had stored; only once no rank is `missing`."""
-        return any(self._board.read(rank, Told.DAMAGED) >> number % SHOWN & 1 for rank in self._others)
+        return found_damaged(self._board, self._others, number)
 
 
 class RankHost:
@@ -92,13 +89,13 @@ class RankHost:
     def __init__(self, own: HostMemory, tell: Callable[[Told, int], None]) -> None:
         self._own = own
         self._tell = tell
-        self._keys: deque[int] = deque()  # of stores that have not ended
+        self._stores = OrderedCopies()
         # (generation, launched plan with loads that has not been compared)
         self._loads: deque[tuple[int, Launched]] = deque()
-        self._stored = self._compared = self._damaged = 0
+        self._comparisons = ShownComparisons(tell)
 
     def add(self, plan: PromptPlan, launched: Launched) -> None:
-        self._keys += (each.key for each in plan.stores)
+        self._stores.add(each.key for each in plan.stores)
         if loads_of(plan):
             self._loads.append((plan.generation, launched))
 
@@ -108,22 +105,14 @@ class RankHost:
             _, launched = self._loads.popleft()
             # Checksums of loads may be those of stores that have just ended.
             self._show_stores()
-            bit = 1 << self._compared % SHOWN
-            self._damaged = self._damaged | bit if any(launched.read().damage) else self._damaged & ~bit
-            self._compared += 1
-            self._tell(Told.DAMAGED, self._damaged)
-            self._tell(Told.COMPARED, self._compared)
+            self._comparisons.add(any(launched.read().damage))
         self._show_stores()
-        return bool(self._keys or self._loads)
+        return bool(self._stores or self._loads)
 
     def _show_stores(self) -> None:
-        if not self._keys:
-            return
-        unfinished = self._own.unfinished()
-        while self._keys and self._keys[0] not in unfinished:
-            self._keys.popleft()
-            self._stored += 1
-        self._tell(Told.SAVED, self._stored)
+        if self._stores:
+            self._stores.end_until(self._own.unfinished())
+            self._tell(Told.SAVED, self._stores.ended)
 
 
 def loads_of(plan: PromptPlan) -> Sequence[HostCopy]:

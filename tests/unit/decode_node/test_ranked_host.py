@@ -11,8 +11,9 @@ import pytest
 
 from common.kv_cache.host_plan import INTACT, Comparison, Damage, HostCopy, HostFetch, Store
 from common.node.ranks.board import Board
+from common.node.ranks.ended_copies import SHOWN
 from decode_node.host_fetches import HostFetches, HostMoves
-from decode_node.ranked_host import SHOWN, FetchedByAll, RankFetches
+from decode_node.ranked_host import FetchedByAll, RankFetches
 from decode_node.step_plan import Moves
 
 PAGES = (8, 9, 10)

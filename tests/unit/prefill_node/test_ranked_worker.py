@@ -11,6 +11,7 @@ import pytest
 from common.errors import RankFailed
 from common.kv_cache.host_plan import INTACT, Damage, HostCopy, NoHostCopies, Store
 from common.node.ranks.board import Board, Told
+from common.node.ranks.ended_copies import SHOWN
 from kv_transfer.send_order import SendOrder
 from prefill_node import ranked_host
 from prefill_node.rank_work import PromptRankWork
@@ -157,11 +158,11 @@ def test_a_loaded_prefix_is_used_once_every_rank_has_compared_its_share() -> Non
 
 def test_a_verdict_replaces_that_of_an_older_plan() -> None:
     ranks = Ranks()
-    for generation in range(1, 1 + 2 * ranked_host.SHOWN):
+    for generation in range(1, 1 + 2 * SHOWN):
         launched = ranks.worker.apply(loading(generation))
         ranks.deliver()
         ranks.first.launches[-1].completion.done = ranks.other.launches[-1].completion.done = True
-        damaged = generation <= ranked_host.SHOWN and generation % 3 == 0
+        damaged = generation <= SHOWN and generation % 3 == 0
         if damaged:
             ranks.other.launches[-1].damage = Damage(slots=(1,))
         ranks.work.turn()
