@@ -351,7 +351,7 @@ class DecodeNode:
                 request.router.send(Failed.of(request.room, error))
                 return None
             tokens.append(token)
-            reason = request.say(token.id)
+            reason = request.append(token.id)
             if request.failure is not None:
                 request.ended = True
                 request.router.send(Failed.of(request.room, request.failure))

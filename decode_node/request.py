@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
 from common.grammar.token_rules import Follower, PendingFollower
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
+from common.node.finishing import follow_token
 from common.node.hidden_states import StateRows
 from common.node.to_router import NO_ROUTER, ToRouter
 from decode_node.forced_choice import ForcedRow
@@ -161,22 +161,15 @@ class DecodeRequest:
         self.in_flight -= 1
         self.launched -= tokens_per_step - drawn
 
-    def say(self, token: int) -> str | None:
+    def append(self, token: int) -> str | None:
         """Append a drawn token to the output. Return the finish reason if the request ends with it, else None.
 
-        A grammar after which nothing may follow ends the request, too. If its matcher fails, `failure` says why.
+        If its matcher cannot go on, `failure` says why.
         """
         self.output.append(token)
-        said = self.emitted + len(self.output)
-        reason = finish_reason(token, said, self.sampling)
-        if (
-            reason is None
-            and self.matcher is not None
-            and self.matcher.accept((token,))
-            and self.matcher.stopped
-        ):
-            reason = FINISH_STOP
-        if self.sampling.min_tokens and said >= self.sampling.min_tokens:
+        output_tokens = self.emitted + len(self.output)
+        reason = follow_token(token, output_tokens, self.sampling, self.matcher)
+        if self.sampling.min_tokens and output_tokens >= self.sampling.min_tokens:
             # No token is masked any more, which makes steps cheaper.
             self.sampling = replace(self.sampling, min_tokens=0)
         return reason

@@ -293,7 +293,7 @@ class PrefillNode:
             return
         self._report.generated_tokens += 1
         self._events.add("first_token", request.room, id=token.id)
-        reason = request.draws(token.id)
+        reason = request.follow(token.id)
         if request.failure is not None:
             self._keep(request)
             self._fail(request, request.failure)

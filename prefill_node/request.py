@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
 from common.grammar.token_rules import Follower, PendingFollower
@@ -13,8 +12,9 @@ from common.kv_cache.host_plan import HostCopy
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
-from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.prefill_inbox import Prefill
+from common.node.finishing import follow_token
 from common.node.to_router import NO_ROUTER, ToRouter
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 
@@ -130,20 +130,12 @@ class PrefillRequest:
     def releasable(self) -> bool:
         return self.in_flight == 0 and self.settled and not self.storing
 
-    def draws(self, token: int) -> str | None:
+    def follow(self, token: int) -> str | None:
         """Return the finish reason if the request ends with its first token, else None.
 
-        It ends, too, if nothing may follow in its grammar. If its matcher fails, `failure` says why.
+        If its matcher cannot go on, `failure` says why.
         """
-        reason = finish_reason(token, self.emitted + 1, self.sampling)
-        if (
-            reason is None
-            and self.matcher is not None
-            and self.matcher.accept((token,))
-            and self.matcher.stopped
-        ):
-            return FINISH_STOP
-        return reason
+        return follow_token(token, self.emitted + 1, self.sampling, self.matcher)
 
     @property
     def failure(self) -> RequestError | None:

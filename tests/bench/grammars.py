@@ -203,7 +203,7 @@ class Constrained:
             known = [token.id for token in row.tokens if token is not None]
             assert len(known) == len(row.tokens), "logits that are not finite"
             for token in known:
-                assert request.say(token) is None
+                assert request.append(token) is None
             assert request.failure is None, request.failure
             total += len(known)
         self._steps.rules.observe(plan, emissions, 0.0)
