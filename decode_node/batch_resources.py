@@ -177,14 +177,14 @@ class BatchResources:
             assert request.lease is not None
             if request.trusted and not request.checks:
                 request.lease.commit(self._space.keys(request.computed()))
-                self._tier.keep(request)
+                self._tier.store(request)
             self._retraction.release(request)
             self._events.add("freed", request.room)
 
     def vacate(self, request: DecodeRequest) -> None:
         """Release what a request holds; no step and no peer may still write to it."""
         self._retraction.drop(request)
-        self._tier.let_go(request)
+        self._tier.defer_release(request)
         self._retraction.release(request)
         self._events.add("freed", request.room)
 

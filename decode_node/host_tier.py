@@ -31,7 +31,7 @@ MOST_FETCHES = 32  # in progress
 
 
 class FoundPrefix(NamedTuple):
-    """A prefix in host memory that is longer than what the pool has; `begin` or `give_up` exactly once."""
+    """A prefix in host memory that is longer than what the pool has; `fetch` or `release` exactly once."""
 
     prefix: HostPrefix | None = None
     pages: int = 0  # logical pages
@@ -61,27 +61,29 @@ class DecodeTier(Protocol):
         ...
 
     @property
-    def holds(self) -> bool:
+    def keeps_retracted(self) -> bool:
         """Return whether retracted requests are kept here."""
         ...
 
     @property
-    def has_room(self) -> bool:
+    def can_fetch(self) -> bool:
         """Return whether one more fetch may begin."""
         ...
 
-    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+    def store_retracted(
+        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+    ) -> HeldPages | None:
         """Store the pages of a retracted request; its lease must not be released while it is `storing`.
 
         Return None if that takes more than `most_bytes`, or there is no room.
         """
         ...
 
-    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
-        """Fetch what the pool has lost of held pages to the request's lease, as `begin` does."""
+    def fetch_retracted(self, request: DecodeRequest, held: HeldPages) -> None:
+        """Fetch what the pool has lost of held pages to the request's lease, as `fetch` does."""
         ...
 
-    def drop(self, held: HeldPages) -> None:
+    def free_retracted(self, held: HeldPages) -> None:
         """Free held pages, once nothing copies them."""
         ...
 
@@ -89,17 +91,17 @@ class DecodeTier(Protocol):
         """Look up what the pool lacks of a prompt."""
         ...
 
-    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+    def fetch(self, request: DecodeRequest, found: FoundPrefix) -> None:
         """Fetch what was found to the pages of the request's lease. Until `fetching` is cleared, nothing reads them."""
         ...
 
-    def give_up(self, found: FoundPrefix) -> None: ...
+    def release(self, found: FoundPrefix) -> None: ...
 
-    def keep(self, request: DecodeRequest) -> None:
+    def store(self, request: DecodeRequest) -> None:
         """Store what an ended request has computed. It may take over the request's lease."""
         ...
 
-    def let_go(self, request: DecodeRequest) -> None:
+    def defer_release(self, request: DecodeRequest) -> None:
         """Take over the lease of a request that ends, if something still copies to it."""
         ...
 
@@ -115,30 +117,32 @@ class DecodeTier(Protocol):
 class NoDecodeTier:
     """A node without host memory, which finds and keeps nothing."""
 
-    busy = frees_pages = holds = has_room = False
+    busy = frees_pages = keeps_retracted = can_fetch = False
 
-    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+    def store_retracted(
+        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+    ) -> HeldPages | None:
         return None
 
-    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+    def fetch_retracted(self, request: DecodeRequest, held: HeldPages) -> None:
         pass
 
-    def drop(self, held: HeldPages) -> None:
+    def free_retracted(self, held: HeldPages) -> None:
         pass
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
         return NOTHING_FOUND
 
-    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+    def fetch(self, request: DecodeRequest, found: FoundPrefix) -> None:
         pass
 
-    def give_up(self, found: FoundPrefix) -> None:
+    def release(self, found: FoundPrefix) -> None:
         pass
 
-    def keep(self, request: DecodeRequest) -> None:
+    def store(self, request: DecodeRequest) -> None:
         pass
 
-    def let_go(self, request: DecodeRequest) -> None:
+    def defer_release(self, request: DecodeRequest) -> None:
         pass
 
     def settle(self) -> Sequence[EndedFetch]:
@@ -198,15 +202,15 @@ class DecodePrefixes:
         return any(isinstance(each, _KeptPages) for each in self._storing.values())
 
     @property
-    def holds(self) -> bool:
+    def keeps_retracted(self) -> bool:
         return True
 
     @property
-    def has_room(self) -> bool:
+    def can_fetch(self) -> bool:
         return len(self._fetching) < MOST_FETCHES
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
-        if not self.has_room:
+        if not self.can_fetch:
             return NOTHING_FOUND
         keys = self._space.keys(request.contents)
         prefix = self.cache.find(keys, len(keys), request.salt)
@@ -214,25 +218,25 @@ class DecodePrefixes:
             return NOTHING_FOUND
         found = FoundPrefix(prefix, len(prefix.blocks) * self._block_pages)
         if found.pages - lease.cached_pages < self._block_pages:  # too little to wait for
-            self.give_up(found)
+            self.release(found)
             return NOTHING_FOUND
         return found
 
-    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+    def fetch(self, request: DecodeRequest, found: FoundPrefix) -> None:
         lease, prefix = request.lease, found.prefix
         assert lease is not None
         self._totals.queries += len(request.prompt) - lease.cached_tokens
         if prefix is None:
             return
-        self._fetch(_Fetching(request, prefix), lease, prefix.blocks, found.pages)
+        self._start_fetch(_Fetching(request, prefix), lease, prefix.blocks, found.pages)
         self._totals.loads += 1
         self._totals.hits += (found.pages - lease.cached_pages) * self._space.page_size
 
-    def give_up(self, found: FoundPrefix) -> None:
+    def release(self, found: FoundPrefix) -> None:
         if found.prefix is not None:
             self.cache.release(found.prefix)
 
-    def keep(self, request: DecodeRequest) -> None:
+    def store(self, request: DecodeRequest) -> None:
         lease = request.lease
         assert lease is not None
         keys = self._space.keys(request.computed())
@@ -244,11 +248,13 @@ class DecodePrefixes:
         for index, block in sorted(write.blocks.items()):
             pages += lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
             blocks.append(block)
-        self._store(_KeptPages(write, lease), pages, blocks)
+        self._start_store(_KeptPages(write, lease), pages, blocks)
         request.lease = None
         self._totals.stores += 1
 
-    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+    def store_retracted(
+        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+    ) -> HeldPages | None:
         keys = self._space.keys(request.computed())
         prefix = self.cache.find(keys, len(keys), request.salt)
         own = pages[0 if prefix is None else len(prefix.blocks) * self._block_pages :]
@@ -256,25 +262,25 @@ class DecodePrefixes:
         nbytes = count * self._block_pages * self._page_bytes
         blocks = self.cache.hold(count) if nbytes <= most_bytes else None
         if blocks is None:
-            self.give_up(FoundPrefix(prefix))
+            self.release(FoundPrefix(prefix))
             return None
         held = HeldPages(len(pages), nbytes, prefix, blocks)
-        self._store(held, own, blocks)
+        self._start_store(held, own, blocks)
         return held
 
-    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+    def fetch_retracted(self, request: DecodeRequest, held: HeldPages) -> None:
         lease = request.lease
         assert lease is not None
         if lease.cached_pages < held.num_pages:
             held.fetching = True
             known = [] if held.prefix is None else held.prefix.blocks
-            self._fetch(_Fetching(request, held=held), lease, [*known, *held.blocks], held.num_pages)
+            self._start_fetch(_Fetching(request, held=held), lease, [*known, *held.blocks], held.num_pages)
 
-    def drop(self, held: HeldPages) -> None:
+    def free_retracted(self, held: HeldPages) -> None:
         held.dropped = True
         self._free(held)
 
-    def let_go(self, request: DecodeRequest) -> None:
+    def defer_release(self, request: DecodeRequest) -> None:
         if request.fetching:
             self._fetching[request.fetching].left = request.lease
             request.lease, request.fetching = None, 0
@@ -308,7 +314,7 @@ class DecodePrefixes:
         known = blocks.intersection(() if prefix is None else prefix.blocks)
         self._totals.checksum_failures += self.cache.damage(known, ()) + len(blocks - known)
         if each.held is None:
-            self.give_up(FoundPrefix(prefix))
+            self.release(FoundPrefix(prefix))
         else:
             each.held.fetching = False
             self._free(each.held)
@@ -318,7 +324,9 @@ class DecodePrefixes:
             each.left.release()
         return EndedFetch(each.request, not blocks)
 
-    def _store(self, storing: _KeptPages | HeldPages, pages: Sequence[int], blocks: Sequence[int]) -> None:
+    def _start_store(
+        self, storing: _KeptPages | HeldPages, pages: Sequence[int], blocks: Sequence[int]
+    ) -> None:
         """Store pages in blocks, of which the last one may have room for more."""
         host = [page for block in blocks for page in self._pages(block)]
         self._last_key += 1
@@ -327,7 +335,9 @@ class DecodePrefixes:
         self._storing[self._last_key] = storing
         self._totals.stored_bytes += len(pages) * self._page_bytes
 
-    def _fetch(self, fetching: _Fetching, lease: PageLease, blocks: Sequence[int], num_pages: int) -> None:
+    def _start_fetch(
+        self, fetching: _Fetching, lease: PageLease, blocks: Sequence[int], num_pages: int
+    ) -> None:
         """Fetch the first pages of a lease from blocks, except those that the pool has."""
         host = [page for block in blocks for page in self._pages(block)]
         first = lease.cached_pages
@@ -341,7 +351,7 @@ class DecodePrefixes:
     def _free(self, held: HeldPages) -> None:
         if held.dropped and not held.storing and not held.fetching:
             self.cache.give_back(held.blocks)
-            self.give_up(FoundPrefix(held.prefix))
+            self.release(FoundPrefix(held.prefix))
 
     def _pages(self, block: int) -> range:
         return range(block * self._block_pages, (block + 1) * self._block_pages)

@@ -64,12 +64,12 @@ class Reservations:
                 request.room, (request.prefill.incarnation,), opened, first, request.deadline, lease.slot
             )
         except RequestError as error:
-            self._tier.give_up(found)
+            self._tier.release(found)
             lease.release()
             # All record slots are taken, partly by quarantined requests: wait for one.
             return not isinstance(error, Overloaded) and self._refused(request, error)
         request.lease = lease
-        self._tier.begin(request, found)
+        self._tier.fetch(request, found)
         self._events.add("opened", request.room, generation=generation, pages=opened, held=held)
         return True
 

@@ -84,13 +84,13 @@ class Retraction:
 
     def _backup(self, request: DecodeRequest, pages: Sequence[int]) -> BackupSize | None:
         """Set memory aside for a request; None if there is too little."""
-        size = self._size_of(0 if self._tier.holds else len(pages))
+        size = self._size_of(0 if self._tier.keeps_retracted else len(pages))
         most = self._max_bytes - self._used - size
         if most < 0:
             return None
-        if not self._tier.holds:
+        if not self._tier.keeps_retracted:
             return BackupSize(len(pages), size)
-        held = self._tier.hold(request, pages, most)
+        held = self._tier.store_retracted(request, pages, most)
         return None if held is None else BackupSize(len(pages), size + held.nbytes, held)
 
     def planned(self, generation: int) -> None:
@@ -138,7 +138,7 @@ class Retraction:
 
     def _lease(self, request: DecodeRequest, backup: BackupSize) -> bool:
         """Lease pages for a request that resumes, and fetch what is held. Return False if that cannot begin yet."""
-        if backup.held is not None and not self._tier.has_room:
+        if backup.held is not None and not self._tier.can_fetch:
             return False
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
@@ -151,7 +151,7 @@ class Retraction:
             return False
         request.lease = lease
         if backup.held is not None:
-            self._tier.bring(request, backup.held)
+            self._tier.fetch_retracted(request, backup.held)
         return True
 
     def occupy(self, request: DecodeRequest) -> None:
@@ -186,7 +186,7 @@ class Retraction:
         """Drop the backup, after the plan that may load it has done so."""
         if request.backup is not None:
             if request.backup.held is not None:
-                self._tier.drop(request.backup.held)
+                self._tier.free_retracted(request.backup.held)
             self._used -= request.backup.nbytes
             request.backup = None
             self._rows.forget(request.room)

@@ -53,7 +53,7 @@ class PromptAdmission:
     def _begin(self, request: PrefillRequest, lease: PageLease, keys: Keys, now: float) -> None:
         request.lease = lease
         request.scheduled = request.computed = lease.cached_tokens
-        self._tier.begin(request, keys)
+        self._tier.plan_load(request, keys)
         self._queues.admit(request, now)
         self._report.prompt_tokens += request.num_tokens
         self._report.cached_tokens += lease.cached_tokens

@@ -37,11 +37,11 @@ class HostTier(Protocol):
         """Return whether work is in progress whose end no message announces."""
         ...
 
-    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+    def plan_load(self, request: PrefillRequest, keys: Keys) -> None:
         """Look up an admitted prompt, and set what its first chunk loads."""
         ...
 
-    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+    def store(self, request: PrefillRequest, keys: Keys) -> None:
         """Store the prefix of a computed prompt. While its `storing` is set, its lease must not be released."""
         ...
 
@@ -70,10 +70,10 @@ class NoHostTier:
 
     busy = False
 
-    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+    def plan_load(self, request: PrefillRequest, keys: Keys) -> None:
         pass
 
-    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+    def store(self, request: PrefillRequest, keys: Keys) -> None:
         pass
 
     def settle(self) -> Sequence[PrefillRequest]:
@@ -123,7 +123,7 @@ class HostPrefixes:
     def busy(self) -> bool:
         return bool(self._storing)
 
-    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+    def plan_load(self, request: PrefillRequest, keys: Keys) -> None:
         lease = request.lease
         assert lease is not None
         cached, size = lease.cached_tokens, self.cache.block_tokens
@@ -146,7 +146,7 @@ class HostPrefixes:
         self._totals.hits += tokens - cached
         self._totals.loaded_bytes += self._nbytes(copy)
 
-    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+    def store(self, request: PrefillRequest, keys: Keys) -> None:
         assert request.lease is not None
         whole = min(len(keys) // self._space.page_size, len(request.lease.pages)) // self._block_pages
         keys = keys[: whole * self.cache.block_tokens]

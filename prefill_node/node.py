@@ -321,7 +321,7 @@ class PrefillNode:
         assert request.lease is not None
         keys = self._space.keys(request.contents)
         request.lease.commit(keys)
-        self._tier.keep(request, keys)
+        self._tier.store(request, keys)
 
     def _send_pages(self, request: PrefillRequest) -> None:
         """Send every complete page that was not sent, and the handoff record after the last one."""

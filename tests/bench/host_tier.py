@@ -160,7 +160,7 @@ class Node:
             if request.lease is None:
                 self._turn(until)
         request.scheduled = request.computed = request.lease.cached_tokens
-        self.host.tier.begin(request, keys)
+        self.host.tier.plan_load(request, keys)
         admitted, reused = time.perf_counter(), request.reused
         for launched in self._chunks(request):
             launched.completion.wait()
@@ -171,7 +171,7 @@ class Node:
         self.host.tier.loaded(request)
         request.lease.commit(keys)
         if keep:
-            self.host.tier.keep(request, keys)
+            self.host.tier.store(request, keys)
         self._leaving.append(request)
         self._release()
         token = drawn[0].token
@@ -268,7 +268,7 @@ def copy_ms(node: Node, text: Keys) -> float:
         node.space.flush()
         request.lease = node.space.lease(text, node.space.pages_for(len(text)), 0)
         assert request.lease is not None
-        tier.begin(request, text)
+        tier.plan_load(request, text)
         assert request.load is not None
         _synchronize()
         started = time.perf_counter()

@@ -31,7 +31,7 @@ class Tier(NoDecodeTier):
     def __init__(self) -> None:
         self.kept: list[int] = []
 
-    def keep(self, request: DecodeRequest) -> None:
+    def store(self, request: DecodeRequest) -> None:
         self.kept.append(request.room)
 
 

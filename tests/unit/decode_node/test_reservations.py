@@ -35,11 +35,11 @@ class Tier(NoDecodeTier):
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
         return FoundPrefix(pages=self.pages)
 
-    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+    def fetch(self, request: DecodeRequest, found: FoundPrefix) -> None:
         assert request.lease is not None
         self.begun.append(request.room)
 
-    def give_up(self, found: FoundPrefix) -> None:
+    def release(self, found: FoundPrefix) -> None:
         self.given_up += 1
 
 

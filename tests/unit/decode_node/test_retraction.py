@@ -22,15 +22,17 @@ PREFILL = NodeRef(name="p", role="prefill", incarnation="7" * 32, peer_address="
 class HoldingTier(NoDecodeTier):
     """Holds pages of every request for which there is memory."""
 
-    holds = True
-    has_room = True
+    keeps_retracted = True
+    can_fetch = True
 
     def __init__(self) -> None:
         self.held: list[HeldPages] = []
         self.asked: list[int] = []
         self.brought: list[int] = []
 
-    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+    def store_retracted(
+        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+    ) -> HeldPages | None:
         self.asked.append(most_bytes)
         nbytes = len(pages) * PAGE_BYTES
         if nbytes > most_bytes:
@@ -38,11 +40,11 @@ class HoldingTier(NoDecodeTier):
         self.held.append(HeldPages(len(pages), nbytes, None, range(len(pages)), storing=False))
         return self.held[-1]
 
-    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+    def fetch_retracted(self, request: DecodeRequest, held: HeldPages) -> None:
         assert held in self.held
         self.brought.append(request.room)
 
-    def drop(self, held: HeldPages) -> None:
+    def free_retracted(self, held: HeldPages) -> None:
         self.held.remove(held)
 
 
