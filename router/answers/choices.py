@@ -116,7 +116,7 @@ class ChoiceMaker:
         client = request[client_key]
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
-        session = session_key(client, request.headers)
+        session = session_key(client, request.headers, body.session_id)
         reported = reported_stops(body, sampling, model)
         choices, trace = list[Choice](), request.get(trace_key)
         ids = choice_ids(request[request_id_key], prompt, count)

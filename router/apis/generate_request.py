@@ -88,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids_logprob: Any = None
     return_routed_experts: Any = None
     lora_path: Any = None
+    session_id: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
     bootstrap_host: Any = None
@@ -103,6 +104,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_embeds": (),
     "return_routed_experts": (False,),
     "lora_path": (),
+    "session_id": (),
     "session_params": ({},),
     "custom_logit_processor": (),
     "bootstrap_host": (),

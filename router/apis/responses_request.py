@@ -39,6 +39,7 @@ SAME = (
     "seed",
     "min_tokens",
     "cache_salt",
+    "session_id",
     "priority",
     "chat_template_kwargs",
     "parallel_tool_calls",
@@ -123,6 +124,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     request_id: RequestId | None = None  # as in chats
     max_output_tokens: int | None = None
     stream: bool | None = None
+    stream_options: Any = None  # events have no obfuscation
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
@@ -136,6 +138,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     seed: int | None = None
     min_tokens: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None

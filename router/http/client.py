@@ -45,13 +45,14 @@ def cache_salt(tenant: str, asked: str | None) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode((tenant, asked))).digest()[:16]
 
 
-def session_key(client: Client, headers: Mapping[str, str]) -> bytes:
-    """Return the key of the conversation that a request names in a header; b"" without one.
+def session_key(client: Client, headers: Mapping[str, str], session_id: str | None = None) -> bytes:
+    """Return the key of the conversation that a request names; b"" if it names none.
 
     Two clients never share a session, whatever they send.
+
+    `session_id`: a field of the body, which counts before headers.
     """
-    for header in SESSION_HEADERS:
-        given = headers.get(header)
+    for given in (session_id, *map(headers.get, SESSION_HEADERS)):
         if given and (named := given.strip()):
             return hashlib.sha256(msgspec.msgpack.encode((client.name, named))).digest()[:16]
     return b""

@@ -69,6 +69,14 @@ class ChatToolChoice(msgspec.Struct, frozen=True):
     allowed_tools: AllowedTools | None = None
 
 
+class ReasoningSwitch(msgspec.Struct, frozen=True):
+    """The switches of reasoning in one object, as SGLang takes them; a budget of tokens is not enforced."""
+
+    effort: str | None = None  # before reasoning_effort
+    enabled: bool | None = None  # sets enable_thinking and thinking
+    exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
+
+
 class CalledFunction(msgspec.Struct, frozen=True):
     """A call that an assistant message reports; `arguments` as JSON text, as in answers, or as an object."""
 
@@ -189,17 +197,25 @@ def _function(function: Function) -> dict[str, Any]:
 
 
 def template_variables(
-    given: dict[str, Any] | None, effort: str | None, allowed: frozenset[str]
+    given: dict[str, Any] | None,
+    effort: str | None,
+    allowed: frozenset[str],
+    reasoning: ReasoningSwitch | None = None,
 ) -> dict[str, Any]:
-    """Check `chat_template_kwargs` and `reasoning_effort`. Return the variables that the template gets."""
+    """Check `chat_template_kwargs`, `reasoning_effort` and `reasoning`. Return the variables that the template gets."""
     variables: dict[str, Any] = {}
+    enabled, field = None, "reasoning_effort"
+    if reasoning is not None:
+        enabled = reasoning.enabled
+        if reasoning.effort is not None:
+            effort, field = reasoning.effort, "reasoning.effort"
     if effort is not None:
         if effort not in EFFORTS:
-            raise InvalidRequest(
-                f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
-            )
+            raise InvalidRequest(f"{field} must be one of {', '.join(EFFORTS)}", param=field)
         thinks = effort != "none"
         variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if enabled is not None:
+        variables |= {"enable_thinking": enabled, "thinking": enabled}
     for name, value in (given or {}).items():
         where = f"chat_template_kwargs.{name[:100]}"
         if name not in allowed:

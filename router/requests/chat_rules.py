@@ -100,11 +100,17 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
         functions = []
     known = template_tools(functions)
     reasons = style.template is not None and style.template.reasons
+    hidden = request.reasoning is not None and request.reasoning.exclude
     return ChatRules(
-        template_variables(request.chat_template_kwargs, request.reasoning_effort, style.template_variables),
+        template_variables(
+            request.chat_template_kwargs,
+            request.reasoning_effort,
+            style.template_variables,
+            request.reasoning,
+        ),
         ReasoningRules(
             separated=reasons and request.separate_reasoning is not False,
-            shown=request.include_reasoning is not False,
+            shown=request.include_reasoning is not False and not hidden,
             streamed=request.stream_reasoning is not False,
         ),
         CallRules(

@@ -22,7 +22,8 @@ MAX_WARNED = 256  # names that one router process warns about
 MAX_REPORTED = 16  # unknown names of one request that are looked at
 MAX_NAME = 64  # characters of a name in a warning or an error
 
-# OpenAI's labels and hints: billing, storage, cache routing, and the length that answers should have.
+# Labels and hints of OpenAI and vLLM: billing, storage, cache routing, the length that answers should have, how tokens
+# are gathered into chunks, and what only vLLM's `render` routes read.
 IGNORED = frozenset(
     {
         "metadata",
@@ -30,9 +31,12 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "return_mm_kwargs",
+        "return_token_offsets",
         "safety_identifier",
         "service_tier",
         "store",
+        "stream_interval",
         "user",
         "verbosity",
     }
@@ -82,7 +86,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "routed_dp_rank": (),
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
-    "session_id": (),
     "session_params": ({},),
     # Fast tokenizers, the only ones here, write no spaces either way.
     "spaces_between_special_tokens": (True, False),

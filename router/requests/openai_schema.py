@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
-from router.requests.chat_fields import ChatToolChoice, Identity, Tool, ToolCall
+from router.requests.chat_fields import ChatToolChoice, Identity, ReasoningSwitch, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
 from router.requests.read_constraint import read_constraint, with_schema_texts
@@ -29,6 +29,7 @@ MAX_STOP_TOKENS = 128
 MAX_BAD_WORD_LENGTH = 256  # characters
 # The latter two are names of the Responses API, which vLLM takes in chats, too.
 TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHT_PARTS = ("thinking", "reasoning")
 MAX_PARTS = 8192  # content parts over all messages, in a large body
 TOP_LOGPROBS = 20
 
@@ -36,6 +37,8 @@ MAX_TEXT = 8 << 20  # characters
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 TokenIds: TypeAlias = "list[int] | array[int]"
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+SessionId = Annotated[str, Meta(max_length=1024)]
 Completion = TypeVar("Completion", bound="CompletionRequest")
 
 
@@ -55,17 +58,27 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content: text, under any of its names, or image_url. Other types are refused."""
+    """One part of a message's content: text or reasoning, under any of their names, or image_url.
+
+    Other types are refused.
+    """
 
     type: str
     text: str | None = None
     image_url: ImageUrl | str | None = None
     refusal: str | None = None
+    thinking: str | None = None
 
     @property
     def said(self) -> str | None:
         """The text of a part that is text, such as the model's refusal in an earlier answer; None for other types."""
         return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
+
+    @property
+    def thought(self) -> str | None:
+        """The text of a part that is reasoning of an earlier answer, as vLLM and SGLang take it; None otherwise."""
+        given = self.text if self.thinking is None else self.thinking
+        return given if self.type in THOUGHT_PARTS else None
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -79,6 +92,16 @@ class Message(msgspec.Struct, frozen=True):
     # not supported: see MESSAGE_NOT_YET
     function_call: Any = None
     audio: Any = None
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning that precedes the message, under whichever name it was sent."""
+        for given in (self.reasoning_content, self.reasoning):
+            if given is not None:
+                return given
+        parts = [part.thought for part in self.content] if isinstance(self.content, list) else []
+        found = [each for each in parts if each is not None]
+        return "".join(found) if found else None
 
 
 class SharedFields(ConstraintFields, frozen=True, kw_only=True):
@@ -102,7 +125,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     # as in vLLM: cached prompt pages are shared only between requests with the same salt
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
+    session_id: SessionId | None = None  # vLLM: the conversation, as in the header X-Session-Id
     n: int | None = None  # answers to each prompt
     best_of: int | None = None  # only 1 or n: see choice_count
     return_token_ids: bool | None = None  # as in vLLM, and the next one
@@ -137,6 +161,7 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     function_call: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningSwitch | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
     stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
@@ -323,7 +348,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             if part.type == "image_url" and part.image_url is not None:
                 url = part.image_url
                 yield f"{where}.image_url", url if isinstance(url, str) else url.url
-            elif part.said is None:
+            elif part.said is None and (part.thought is None or message.role != "assistant"):
                 raise InvalidRequest(
                     f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
                     param=where,

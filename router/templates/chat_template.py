@@ -111,13 +111,16 @@ class ChatTemplate:
         content: Content
         if not isinstance(message.content, list):
             content = form.of_text(message.content or "")
-        elif list(image_parts([message])):  # raises for parts of other types
-            content = [
-                {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
-                for part in message.content
-            ]
         else:
-            content = form.of_parts([part.said or "" for part in message.content])
+            images = list(image_parts([message]))  # raises for parts of other types
+            parts = [part for part in message.content if part.thought is None]
+            if images:
+                content = [
+                    {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
+                    for part in parts
+                ]
+            else:
+                content = form.of_parts([part.said or "" for part in parts])
         plain: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             plain["name"] = message.name
@@ -125,7 +128,7 @@ class ChatTemplate:
             plain["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             plain["tool_calls"] = template_calls(message.tool_calls, where)
-        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        reasoning = message.thoughts
         if reasoning is not None:
             # Templates use either name.
             plain["reasoning_content"] = plain["reasoning"] = reasoning

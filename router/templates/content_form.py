@@ -51,7 +51,7 @@ class RoleForm:
 
     def of_parts(self, texts: Sequence[str]) -> Content:
         """Return text parts unchanged if the template prints all of them, otherwise joined by newlines."""
-        if self.parts is Parts.SEVERAL or len(texts) == self.parts:
+        if texts and (self.parts is Parts.SEVERAL or len(texts) == self.parts):
             return [text_part(text) for text in texts]
         return self.of_text("\n".join(texts))
 

@@ -168,9 +168,11 @@ async def test_only_the_first_call_without_parallel_calls(rig: Rig, tokenizer: T
 
 async def test_fields_of_reasoning(rig: Rig, tokenizer: Tokenizer) -> None:
     answers(rig, tokenizer, THOUGHT + "It rains.")
-    _, answer, _ = await rig.post(CHAT, ASK | {"include_reasoning": False})
-    assert answer["choices"][0]["message"]["content"] == "It rains."
-    assert "reasoning_content" not in answer["choices"][0]["message"]
+    hidden: list[dict[str, Any]] = [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]
+    for fields in hidden:
+        _, answer, _ = await rig.post(CHAT, ASK | fields)
+        assert answer["choices"][0]["message"]["content"] == "It rains."
+        assert "reasoning_content" not in answer["choices"][0]["message"]
     _, answer, _ = await rig.post(CHAT, ASK | {"separate_reasoning": False})
     assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
 
@@ -236,6 +238,7 @@ async def test_log_probabilities_of_every_token(rig: Rig, tokenizer: Tokenizer) 
         ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
         ({"chat_template_kwargs": {"enable_thinking": "x" * 1025}}, "chat_template_kwargs.enable_thinking"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         (
             {
                 "messages": [

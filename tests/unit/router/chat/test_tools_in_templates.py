@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequest
-from router.requests.chat_fields import Tool, check_tools, template_tools, template_variables
+from router.requests.chat_fields import ReasoningSwitch, Tool, check_tools, template_tools, template_variables
 from router.requests.openai_schema import Message
 from router.templates.chat_template import ChatTemplate
 from tests.unit.router.chat.wire_formats import TOOLS
@@ -119,6 +119,14 @@ def test_effort_decides_about_thinking_unless_the_client_does() -> None:
         "thinking": False,
     }
     assert template_variables({"enable_thinking": False}, "high", allowed)["enable_thinking"] is False
+    one_object = ReasoningSwitch(effort="low", enabled=False)
+    assert template_variables(None, "high", allowed, one_object) == {
+        "reasoning_effort": "low",
+        "enable_thinking": False,
+        "thinking": False,
+    }
+    assert template_variables({"enable_thinking": True}, None, allowed, one_object)["enable_thinking"] is True
+    assert template_variables(None, "high", allowed, ReasoningSwitch())["reasoning_effort"] == "high"
     with pytest.raises(InvalidRequest, match=r"model\.chat_template_kwargs") as found:
         template_variables({"date_string": "x"}, None, allowed)
     assert found.value.param == "chat_template_kwargs.date_string"

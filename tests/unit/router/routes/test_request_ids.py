@@ -54,6 +54,19 @@ async def test_a_header_goes_before_request_id_and_rid_before_both(
     assert answer["id"] == prefix + headers["x-request-id"] != prefix
 
 
+@pytest.mark.parametrize(("path", "body", "prefix"), [CHAT, COMPLETION, RESPONSE])
+async def test_a_conversation_is_named_in_the_body_or_a_header(
+    rig: Rig, path: str, body: dict[str, Any], prefix: str
+) -> None:
+    rig.generator.will(*one_by_one([300]))
+    await rig.post(path, body, {"X-Session-Id": "one"})
+    for name in ("one", "two"):
+        await rig.post(path, body | {"session_id": name})
+    first, same, other = (asked.session for asked in rig.generator.requests)
+    assert first == same != other
+    assert first
+
+
 async def test_an_abort_finds_an_id_as_the_client_wrote_it(rig: Rig) -> None:
     running = flight("mine1", "127.0.0.1")
     rig.running.add(running)

@@ -274,6 +274,20 @@ def test_a_model_without_a_template_is_found_out_without_compiling(tmp_path: Pat
     assert find_chat_template(tmp_path) == TemplateSource("own", tmp_path / "chat_template.jinja")
 
 
+def test_reasoning_parts_reach_the_template_as_reasoning(tmp_path: Path) -> None:
+    """As vLLM and SGLang take them: of assistant messages only."""
+    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }};{% endfor %}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    thought = ContentPart("thinking", thinking="a"), ContentPart("reasoning", "b")
+    said = Message("assistant", [*thought, ContentPart("text", "c")])
+    only = Message("assistant", list(thought), reasoning_content="d")
+    empty = Message("assistant", [])
+    assert ChatTemplate(tmp_path).render([said, only, empty]) == "<ab>c;<d>;<>;"
+    for wrong in (Message("user", list(thought)), Message("assistant", [ContentPart("thinking")])):
+        with pytest.raises(InvalidRequest, match="has type 'thinking'"):
+            ChatTemplate(tmp_path).render([wrong])
+
+
 def test_images_reach_the_template_as_parts(tmp_path: Path) -> None:
     """As transformers passes them to a processor's template; text parts stay parts if the template prints them."""
     parts = "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}[{{ p.text }}]{% endif %}{% endfor %}"
