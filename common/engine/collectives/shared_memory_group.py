@@ -27,6 +27,7 @@ from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.errors import RankFailed
 from common.kv_cache.shard import Shard
+from common.observability.start_progress import progressed
 
 # Seconds. Rank 0 may encode images for as long as a node may announce (600 s), while the others wait in the forward's
 # first collective. Watchdogs, which know what is announced, notice a rank that hangs long before.
@@ -184,6 +185,8 @@ class SharedMemoryGroup(CollectiveGroup):
                 said = peer.recv(1)
                 break
             except TimeoutError:
+                # A start is not held up here: this wait has a limit of its own.
+                progressed()
                 continue
             except OSError as error:
                 self._fail(rank, f"rank {rank} has ended: {error}")

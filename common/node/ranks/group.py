@@ -91,26 +91,27 @@ class RankGroup:
         """
         self._given[0] = own
         with waiting_for_ranks():
-            self._wait_for_all(time.monotonic() + START_SECONDS)
+            self._wait_for_all()
         contents = tuple(self._given[rank] for rank in range(self.size))
         self._given.clear()
         for channel in self._channels:
             channel.send(Gathered(contents))
         return contents
 
-    def _wait_for_all(self, until: float) -> None:
+    def _wait_for_all(self) -> None:
         """Wait for what all ranks give in this exchange. Their progress is that of the start of this rank, too."""
-        steps = self._watch.steps()
+        steps, until = self._watch.steps(), time.monotonic() + START_SECONDS
         while len(self._given) < self.size:
             self._take(LOOK_SECONDS)
             self._watch.check()
             before, steps = steps, self._watch.steps()
             if steps != before:
                 progressed()
+                until = time.monotonic() + START_SECONDS
             if time.monotonic() > until:
                 late = next(rank for rank in range(self.size) if rank not in self._given)
                 text = self.board.read_text(late)
-                raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s: {text}")
+                raise RankFailed(late, f"rank {late} has made no progress for {START_SECONDS:g} s: {text}")
 
     def serve(self) -> None:
         """Wait until all ranks are ready to apply plans."""

@@ -24,6 +24,7 @@ from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.errors import RankFailed
 from common.node.announced_work import MOST_SECONDS
+from common.observability.start_progress import StartProgress
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
 from tests.fakes.waiting import PATIENCE
@@ -124,10 +125,13 @@ def test_all_name_the_rank_that_has_ended() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_timeout() -> None:
+    """Until then a start that waits here is not without progress: its own limit may be shorter."""
     waiting, silent = thread_groups(2, timeout=0.05)
-    with pytest.raises(RankFailed, match=r"rank 1 has not answered for 0\.05 s") as found:
+    start = StartProgress()
+    with start.current(), pytest.raises(RankFailed, match=r"rank 1 has not answered for 0\.05 s") as found:
         waiting.all_reduce(torch.ones(3))
     assert found.value.rank == 1
+    assert start.steps == 1
     waiting.close()
     silent.close()
 

@@ -23,9 +23,10 @@ from common.ipc.ring import Ring
 from common.node.ranks.board import Board, Told
 from common.node.ranks.group import RankGroup
 from common.node.ranks.member import REPORTS, Member
-from common.node.ranks.messages import Begin, FromRank, Loading, RankRings, ToRank
+from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, ToRank
 from common.node.ranks.processes import RankProcesses, start_ranks
 from common.node.ranks.start_channel import StartChannel
+from common.node.ranks.start_watch import StartWatch
 from common.node.ranks.watchdog import RankWatch
 from common.observability.loop_watchdog import EXIT_HUNG
 from common.process_entry import start_time
@@ -226,6 +227,38 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_message(monkeypatch: pytest.M
         with pytest.raises(RankFailed, match="rank 1 has sent no message in time"):
             group.exchange(b"of rank 0")
     group.close()
+
+
+def test_rank_0_waits_for_a_rank_as_long_as_it_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.node.ranks.group.START_SECONDS", 0.3)
+    monkeypatch.setattr("common.node.ranks.group.LOOK_SECONDS", 0.02)
+    ranks = RankProcesses(2)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ranks.channels.append(StartChannel(near, FromRank, 1))
+    ranks.processes.append(subprocess.Popen(["sleep", "60"]))
+    group = RankGroup("decode-0", ranks, lambda *report: None)
+    shown = iter(range(1, 41))
+
+    def look(watch: StartWatch) -> None:
+        """Let the rank show a step at each of the first looks of rank 0."""
+        group.board.write(1, Told.STEPS, next(shown, 40))
+        group.board.write_text(1, "phase capturing")
+
+    monkeypatch.setattr(StartWatch, "check", look)
+    with far, pytest.raises(RankFailed, match=r"^rank 1 has made no progress for 0.3 s: phase capturing$"):
+        group.exchange(b"of rank 0")
+    assert next(shown, None) is None
+    group.close()
+
+
+def test_a_rank_that_reads_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.node.ranks.start_channel.SEND_SECONDS", 0.05)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel: StartChannel[FromRank] = StartChannel(near, FromRank, 1)
+    with far, pytest.raises(RankFailed, match="^rank 1 takes no message: timed out") as caught:
+        channel.send(Gathered((bytes(1 << 24),)))
+    assert caught.value.rank == 1
+    channel.close()
 
 
 PARENT = """
