@@ -77,7 +77,7 @@ def load_rank(
         return step_forwards(sizes, served, relay, trial).graphs
 
     peers.report("compiling")
-    graph_start.compiled(device, graphs, log)
+    graph_start.compiled(device, graphs, log, peers.exchange)
     peers.report("sizing")
     served = graph_start.sized(served, graphs)
     return LoadedRank(graph_start.agreed(served, peers.exchange), relay, sizes, peers)

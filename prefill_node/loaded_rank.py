@@ -145,7 +145,7 @@ def load_prompt_rank(
         return made.graphs
 
     peers.report("compiling")
-    graph_start.compiled(served.placement.device, warmed_up, log)
+    graph_start.compiled(served.placement.device, warmed_up, log, peers.exchange)
     peers.report("sizing")
     served = graph_start.sized(served, lambda: forwards().graphs)
     served = graph_start.agreed(served, peers.exchange)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,31 +11,56 @@ import msgspec
 import torch
 
 from common.engine.graphs import node_graphs
-from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.node_graphs import CompilePass, NodeGraphs
 from common.engine.graphs.report import node_table
 from common.engine.graphs.spec import GraphKey
-from common.engine.ops.compile_ahead import compiling_ahead
+from common.engine.ops.compile_ahead import KernelsAhead, compiling_ahead
 from common.engine.ops.triton_kernel import has_triton
 from common.errors import ConfigError
 from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 
+MISSED = b"missed"  # what a rank says if it compiles kernels that were not in the cache
 # Keys of a section: lowering them makes its graphs smaller.
 SMALLER = {"prefill": "chunk_tokens or max_batch", "decode": "max_running"}
 
 
-def compiled(device: torch.device, build: Callable[[], Iterable[NodeGraphs[Any]]], log: Log) -> None:
+def compiled(
+    device: torch.device,
+    build: Callable[[], Iterable[NodeGraphs[Any]]],
+    log: Log,
+    exchange: Callable[[bytes], Sequence[bytes]] = lambda own: (own,),
+) -> None:
     """Compile the kernels of a node on all cores, if it has a GPU and they are not in Triton's cache on disk.
+
+    Whether they are is known from the largest shapes. All ranks record the same graphs, since a library's sums connect
+    them while they are captured.
 
     Args:
         build: makes the forwards of the node, not captured. What else it launches is compiled, too, and not run.
+        exchange: gives this rank's bytes to the others and returns those of all ranks.
     """
     if device.type != "cuda" or not has_triton():
         return
-    # What does not fit is refused by `sized`, with the arithmetic.
-    with suppress(torch.OutOfMemoryError), compiling_ahead(device) as kernels:
-        node_graphs.compile_ahead(kernels, build, log)
+    with compiling_ahead(device) as kernels:
+        _record_all(kernels, build, log, exchange)
     _release()
+
+
+def _record_all(
+    kernels: KernelsAhead,
+    build: Callable[[], Iterable[NodeGraphs[Any]]],
+    log: Log,
+    exchange: Callable[[bytes], Sequence[bytes]],
+) -> None:
+    try:
+        graphs = CompilePass(kernels, build(), log)
+        graphs.largest()
+    except torch.OutOfMemoryError:
+        graphs = CompilePass(kernels, (), log)  # `sized` refuses what does not fit, with the arithmetic
+    own = MISSED if not kernels.were_cached() else b""
+    if MISSED in exchange(own):
+        graphs.others()
 
 
 def sized(served: ServingModel, build: Callable[[], Iterable[NodeGraphs[Any]]]) -> ServingModel:

@@ -69,35 +69,41 @@ def capture(
     graphs.run_missing()
 
 
-def compile_ahead(kernels: KernelsAhead, build: Callable[[], Iterable[NodeGraphs[Any]]], log: Log) -> None:
-    """Compile what the graphs of `build` launch, within the context of `kernels`, unless all of it is cached on disk.
+class CompilePass:
+    """Records graphs within `compiling_ahead`, which compiles what they launch, and drops them.
 
-    It is tried with the largest shape of each graph, whose sampling variants differ in few kernels. What is missed,
-    because a capture fails or a shape is not captured here, compiles when it is first launched.
+    What is missed, because a capture fails or a shape is not recorded here, compiles when it is first launched.
     """
-    runners: list[GraphRunner[Any, Any]] = [
-        node.forward.graphs
-        for node in build()
-        if node.decision.backend in LAUNCHING and node.forward.graphs.spec.shapes
-    ]
-    kept: list[Recording[Any]] = []
 
-    def record(runner: GraphRunner[Any, Any], keys: Iterable[GraphKey]) -> None:
+    def __init__(self, kernels: KernelsAhead, nodes: Iterable[NodeGraphs[Any]], log: Log) -> None:
+        self._kernels = kernels
+        self._log = log
+        self._runners: list[GraphRunner[Any, Any]] = [
+            node.forward.graphs
+            for node in nodes
+            if node.decision.backend in LAUNCHING and node.forward.graphs.spec.shapes
+        ]
+        self._kept: list[Recording[Any]] = []
+
+    def largest(self) -> None:
+        """Record the largest shape of each graph."""
+        for runner in self._runners:
+            self._record(runner, runner.keys(runner.spec.shapes[-1:]))
+
+    def others(self) -> None:
+        """Record all other shapes, with one sampling variant: the others differ in few kernels."""
+        for runner in self._runners:
+            self._record(runner, runner.keys(runner.spec.shapes[:-1])[:: len(runner.spec.variants)])
+
+    def _record(self, runner: GraphRunner[Any, Any], keys: Iterable[GraphKey]) -> None:
         for key in keys:
             try:
-                kept.append(runner.record(key))
+                self._kept.append(runner.record(key))
             except COMPILE_ERRORS as failure:
-                spec, error = runner.spec, str(failure).splitlines()[0]
-                log.debug("not compiled ahead", phase=spec.phase, model=spec.model, key=str(key), error=error)
-            kernels.collect()
+                phase, model, error = runner.spec.phase, runner.spec.model, str(failure).splitlines()[0]
+                self._log.debug("not compiled ahead", phase=phase, model=model, key=str(key), error=error)
+            self._kernels.collect()
             progressed("compiling what graphs launch")
-
-    for runner in runners:
-        record(runner, runner.keys(runner.spec.shapes[-1:]))
-    if kernels.were_cached():
-        return
-    for runner in runners:
-        record(runner, runner.keys(runner.spec.shapes[:-1])[:: len(runner.spec.variants)])
 
 
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:

@@ -7,12 +7,12 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.engine.graphs import node_graphs
 from common.engine.graphs.backends.base import CaptureError, Recording
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.node_graphs import NodeGraphs
@@ -21,6 +21,7 @@ from common.engine.graphs.spec import GraphKey
 from common.engine.ops.key_parts import ended_programs
 from common.engine.ops.triton_kernel import compiling_only, launches
 from common.engine.state.relay_state import RelayState
+from common.node import graph_start
 from common.observability.logs import Log
 from decode_node.graphs import step_graphs
 from decode_node.graphs.decode_graph import VARIANTS, DecodeGraphs
@@ -65,10 +66,22 @@ class FakeKernels:
         return self._cached
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_shapes_are_recorded_once_unless_the_cache_has_what_the_largest_need(
-    cached: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("cached", "said", "all_shapes"),
+    [
+        (True, (b"", b""), False),
+        (False, (b"missed", b""), True),
+        (True, (b"", b"missed"), True),
+    ],
+)
+def test_ranks_record_all_shapes_unless_each_has_cached_what_the_largest_need(
+    cached: bool,
+    said: tuple[bytes, ...],
+    all_shapes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Ranks that recorded different graphs would wait for each other in a library's sums."""
     recorded: list[GraphKey] = []
 
     def record(runner: GraphRunner[object, object], key: GraphKey) -> Recording[None]:
@@ -85,17 +98,48 @@ def test_shapes_are_recorded_once_unless_the_cache_has_what_the_largest_need(
             for backend in ("full", "none")
         ]
 
-    monkeypatch.setattr(GraphRunner, "record", record)
+    def exchange(own: bytes) -> tuple[bytes, ...]:
+        assert own == said[0]
+        return said
+
     kernels = FakeKernels(cached)
+    monkeypatch.setattr(GraphRunner, "record", record)
+    monkeypatch.setattr(graph_start, "has_triton", lambda: True)
+    monkeypatch.setattr(graph_start, "compiling_ahead", lambda device: nullcontext(kernels))
     with caplog.at_level(logging.DEBUG):
-        node_graphs.compile_ahead(kernels, build, Log("test"))  # type: ignore[arg-type]
+        graph_start.compiled(torch.device("cuda"), build, Log("test"), exchange)
     largest = [(4, variant) for variant in VARIANTS]
     smaller = [(count, VARIANTS[0]) for count in (2, 1)]
-    expected = largest if cached else [*largest, *smaller]
+    expected = [*largest, *smaller] if all_shapes else largest
     assert [(key.shape.requests, key.variant) for key in recorded] == expected
     assert kernels.collected == len(recorded)
     (line,) = caplog.records
     assert (line.getMessage(), line.fields["error"]) == ("not compiled ahead", "no")  # type: ignore[attr-defined]
+
+
+def test_a_pass_that_does_not_fit_leaves_the_refusal_to_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank still says whether it missed any: another one would wait for it."""
+
+    def build() -> list[NodeGraphs[DecodeGraphs]]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    exchanged: list[bytes] = []
+
+    def exchange(own: bytes) -> list[bytes]:
+        exchanged.append(own)
+        return [own, b"missed"]
+
+    monkeypatch.setattr(graph_start, "has_triton", lambda: True)
+    monkeypatch.setattr(graph_start, "compiling_ahead", lambda device: nullcontext(FakeKernels(True)))
+    graph_start.compiled(torch.device("cuda"), build, Log("test"), exchange)
+    assert exchanged == [b""]
+
+
+def test_a_node_without_a_gpu_compiles_nothing_ahead() -> None:
+    def never() -> list[NodeGraphs[DecodeGraphs]]:
+        raise AssertionError("built for nothing")
+
+    graph_start.compiled(CPU, never, Log("test"))
 
 
 def test_counts_of_attention_are_not_kept_where_nothing_is_launched() -> None:
