@@ -32,6 +32,25 @@ def empty_scales(like: Tensor, size: int, blocks: bool) -> Tensor:
     return like.new_empty((groups, rows), dtype=torch.float32).T.view(*lead, groups)
 
 
+def check_product(
+    rows: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> None:
+    """Assert the layout of a product's operands, see `fp8_product_reference`: rows [R, K] and row_scales [R, ...]."""
+    size, depth = weight.shape
+    expected: tuple[int, ...] = (size,)
+    groups = 1
+    if scales.ndim == 2:
+        groups = cdiv(depth, GROUP)
+        expected = cdiv(size, GROUP), groups
+    assert rows.dtype == weight.dtype == FP8, f"{rows.dtype} times {weight.dtype}"
+    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    assert row_scales.shape == (len(rows), groups), f"row scales {tuple(row_scales.shape)}"
+    assert scales.shape == expected, f"weight scales {tuple(scales.shape)}"
+    assert scales.is_contiguous(), "the scales of the weight must be contiguous"
+    assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
+
+
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
     """Return whether kernels on this device convert and multiply e4m3 in hardware."""

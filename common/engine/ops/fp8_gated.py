@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.fp8_codes import check_product
 from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.linear import load_tile
@@ -102,14 +102,10 @@ def fp8_gated_triton(
     if tiles.together == 1:
         return fp8_product_triton(codes, row_scales, weight, scales, None, tiles, dtype, activation)
     size, depth = weight.shape[0] // 2, weight.shape[1]
-    rows, lines = codes.reshape(-1, depth), row_scales.reshape(-1).contiguous()
-    assert codes.dtype == weight.dtype == FP8, f"{codes.dtype} times {weight.dtype}"
-    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
-    assert weight.is_contiguous(), "the weight must be contiguous"
+    rows, lines = codes.reshape(-1, depth), row_scales.reshape(-1, row_scales.shape[-1])
+    assert scales.ndim == 1, f"weight scales {tuple(scales.shape)} of blocks"
+    check_product(rows, lines, weight, scales)
     assert weight.shape[0] == 2 * size, "gate and up have one width"
-    assert lines.shape == (len(rows),), f"row scales {tuple(row_scales.shape)}"
-    assert scales.shape == (2 * size,), f"weight scales {tuple(scales.shape)}"
-    assert scales.is_contiguous(), "the scales of the weight must be contiguous"
     assert depth % (tiles.depth * tiles.together) == 0, f"a depth of {depth} cuts a sum"
     assert tiles.parts == 1, "an activation needs the whole sum"
     out = codes.new_empty((*codes.shape[:-1], size), dtype=dtype)
@@ -118,7 +114,7 @@ def fp8_gated_triton(
     bulk = tiles.bulk and copies_in_bulk(rows, weight)
     _fp8_gated_kernel[(cdiv(size, tiles.columns), cdiv(len(rows), tiles.rows))](
         described(rows, tiles.rows, tiles.depth) if bulk else rows,
-        lines,
+        lines.contiguous(),
         described(weight, tiles.columns, tiles.depth) if bulk else weight,
         scales,
         out,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
+from common.engine.ops.fp8_codes import GROUP, check_product, decode, has_fp8
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.linear import load_tile
 from common.engine.ops.silu_mul import activate
@@ -243,18 +243,10 @@ def _launch(
 ) -> None:
     size, depth = weight.shape
     rows, blocks = codes.reshape(-1, depth), scales.ndim == 2
-    groups = cdiv(depth, GROUP) if blocks else 1
     lines = row_scales.reshape(-1, row_scales.shape[-1])
-    assert codes.dtype == weight.dtype == FP8, f"{codes.dtype} times {weight.dtype}"
-    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
-    assert weight.is_contiguous(), "the weight must be contiguous"
-    assert lines.shape == (len(rows), groups), f"row scales {tuple(row_scales.shape)}"
-    expected = (cdiv(size, GROUP), groups) if blocks else (size,)
-    assert scales.shape == expected, f"weight scales {tuple(scales.shape)}"
-    assert scales.is_contiguous(), "the scales of the weight must be contiguous"
+    check_product(rows, lines, weight, scales, bias)
     assert not blocks or tiles.depth == GROUP, "a step has the depth of a block"
     assert tiles.together == 1 or not (blocks or activation), "these add up every step by itself"
-    assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
     if activation:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
         size //= 2

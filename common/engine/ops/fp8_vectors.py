@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
+from common.engine.ops.fp8_codes import check_product, decode, has_fp8
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.triton_kernel import (
     await_results,
@@ -159,14 +159,7 @@ def fp8_vector_triton(
     size, depth = weight.shape
     blocks = scales.ndim == 2
     assert codes.numel() == depth and codes.stride(-1) == 1, "one row, whose elements are adjacent"  # noqa: PT018
-    assert codes.dtype == weight.dtype == FP8, f"{codes.dtype} times {weight.dtype}"
-    assert weight.is_contiguous(), "the weight must be contiguous"
-    assert scales.is_contiguous(), "the scales of the weight must be contiguous"
-    expected = (cdiv(size, GROUP), cdiv(depth, GROUP)) if blocks else (size,)
-    assert scales.shape == expected, f"weight scales {tuple(scales.shape)}"
-    assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
-    groups = cdiv(depth, GROUP) if blocks else 1
-    assert row_scales.numel() == groups, f"row scales {tuple(row_scales.shape)}"
+    check_product(codes.reshape(1, depth), row_scales.reshape(1, -1), weight, scales, bias)
     if activation:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
         size //= 2
