@@ -39,8 +39,8 @@ class AnswerForm(Protocol):
         """
         ...
 
-    def failure(self, body: dict[str, Any]) -> bytes:
-        """Return the events that end an incomplete answer. `body` is the error as the body of a response."""
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
+        """Return the events that end an incomplete answer. `body`, `status`: the error as a response."""
         ...
 
     def collector(self, choices: int) -> Collector: ...

@@ -126,7 +126,8 @@ class Answering:
                 known = error if isinstance(error, RequestError) else defect(self._log, request)
                 # The last part may be the middle of an event; the error is an event of its own.
                 open_event = last and not last.endswith(EVENT_END)
-                return await writer.finish(last + EVENT_END * bool(open_event) + form.failure(body_of(known)))
+                ended = last + EVENT_END * bool(open_event)
+                return await writer.finish(ended + form.failure(body_of(known), known.status))
             finally:
                 await pieces.aclose()
         except ClientGone as error:

@@ -106,8 +106,8 @@ class FormWithDetails:
     def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         return self._shown.ending(usage, with_usage)
 
-    def failure(self, body: dict[str, Any]) -> bytes:
-        return self._shown.failure(body)
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
+        return self._shown.failure(body, status)
 
     def collector(self, choices: int) -> Collector:
         return AnswerWithDetails(self._form, self._body, self._prompts, self._chat, self._names)

@@ -22,7 +22,7 @@ class OpenAiForm:
     def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         return ((self._form.last_event(usage) if with_usage else b"") + DONE,)
 
-    def failure(self, body: dict[str, Any]) -> bytes:
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
         """Return an error event without [DONE]: the answer is incomplete."""
         return error_event(body)
 

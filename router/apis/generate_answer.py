@@ -97,7 +97,7 @@ class GenerateForm:
         """Return the beginning of an event, with that of its JSON object."""
         return b'data: {"index":%d,"text":' % index if self._listed else b'data: {"text":'
 
-    def failure(self, body: dict[str, Any]) -> bytes:
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
         return error_event(body)
 
     def collector(self, choices: int) -> GenerateForm:

@@ -53,8 +53,8 @@ class MessagesForm:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._items.stop_string}
         return (_event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop"),)
 
-    def failure(self, body: dict[str, Any]) -> bytes:
-        error = messages_error(body["error"], 500, self._identity)
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
+        error = messages_error(body["error"], status, self._identity)
         return b"event: error\ndata: " + _encode(error) + b"\n\n"
 
     # -- a complete answer
@@ -89,13 +89,14 @@ class MessagesForm:
             "usage": self._usage(),
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         cached = self._items.prompt_cached
         return {
             "input_tokens": self._prompt_tokens - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": self._items.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._items.reasoning_tokens},
         }
 
     def _shown(self, change: Change) -> bytes:

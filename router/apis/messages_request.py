@@ -76,6 +76,7 @@ class Thinking(msgspec.Struct, frozen=True):
 
     type: str
     budget_tokens: int | None = None
+    display: str | None = None  # omitted: the answer has no reasoning
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -195,6 +196,8 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
         if request.thinking.type not in _EFFORTS:
             raise unsupported_part(request.thinking.type, "thinking", ", ".join(_EFFORTS))
         fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
+    if request.thinking is not None and request.thinking.display == "omitted":
+        fields["include_reasoning"] = False
     fields |= {
         "model": request.model,
         "chat_template_kwargs": request.chat_template_kwargs,

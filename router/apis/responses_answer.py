@@ -69,8 +69,9 @@ class ResponsesForm:
         kind = "response.completed" if status == "completed" else "response.incomplete"
         return (self._event(kind, response=self._response(status)),)
 
-    def failure(self, body: dict[str, Any]) -> bytes:
-        error = {"code": "server_error", "message": body["error"]["message"]}
+    def failure(self, body: dict[str, Any], status: int) -> bytes:
+        code = "invalid_prompt" if status == 400 else "server_error"
+        error = {"code": code, "message": body["error"]["message"]}
         return self._event("response.failed", response=self._response("failed", error))
 
     # -- a complete answer

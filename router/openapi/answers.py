@@ -136,7 +136,7 @@ class MessagesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     content: list[dict[str, Any]]
     stop_reason: str
     stop_sequence: str | None
-    usage: dict[str, int]
+    usage: dict[str, Any]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

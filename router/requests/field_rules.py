@@ -22,10 +22,13 @@ MAX_WARNED = 256  # names that one router process warns about
 MAX_REPORTED = 16  # unknown names of one request that are looked at
 MAX_NAME = 64  # characters of a name in a warning or an error
 
-# Labels and hints of OpenAI and vLLM: billing, storage, cache routing, the length that answers should have, how tokens
-# are gathered into chunks, and what only vLLM's `render` routes read.
+# Labels and hints of OpenAI, Anthropic and vLLM: billing, storage, caching, the length that answers should have, where
+# and how fast they are made, how tokens are gathered into chunks, and what only vLLM's `render` routes read.
 IGNORED = frozenset(
     {
+        "cache_control",
+        "diagnostics",
+        "inference_geo",
         "metadata",
         "prediction",
         "prompt_cache_key",
@@ -35,10 +38,13 @@ IGNORED = frozenset(
         "return_token_offsets",
         "safety_identifier",
         "service_tier",
+        "speed",
         "store",
         "stream_interval",
         "user",
+        "user_profile_id",
         "verbosity",
+        "workspace_id",
     }
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import NodeLost
+from common.errors import DeadlineExceeded, InvalidGrammar, NodeLost
 from router.apis.messages_request import read_messages
 from tests.fakes.api_keys import bearer
 from tests.unit.router.apis.test_responses import DEEP, HELLO, prompt_of
@@ -59,6 +59,7 @@ async def test_a_message(rig: Rig) -> None:
             "cache_read_input_tokens": 3,
             "cache_creation_input_tokens": 0,
             "output_tokens": 3,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
     assert list(asked.token_ids) == await prompt_of(rig, [{"role": "system", "content": "Be brief."}, USER])
@@ -91,10 +92,25 @@ async def test_a_stop_sequence_is_named(rig: Rig) -> None:
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "$")
 
 
-async def test_a_stream_that_fails_ends_with_an_error(rig: Rig) -> None:
-    rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (NodeLost("over"), "overloaded_error"),
+        (InvalidGrammar("over"), "invalid_request_error"),
+        (DeadlineExceeded("over"), "timeout_error"),
+    ],
+)
+async def test_a_stream_that_fails_ends_with_an_error(rig: Rig, error: Exception, kind: str) -> None:
+    rig.generator.will(delta([331], None, 0), error)
     found = events(await rig.raw(PATH, {"max_tokens": 9, "messages": [USER], "stream": True}))
-    assert (found[-1]["type"], found[-1]["error"]["message"]) == ("error", "the node is gone")
+    assert found[-1]["type"] == "error"
+    assert (found[-1]["error"]["type"], found[-1]["error"]["message"]) == (kind, "over")
+
+
+def test_reasoning_that_the_client_omits() -> None:
+    for display, shown in (("omitted", False), ("summarized", None), (None, None)):
+        body = {"max_tokens": 9, "messages": [USER], "thinking": {"type": "adaptive", "display": display}}
+        assert read_messages(msgspec.json.encode(body)).chat.include_reasoning is shown
 
 
 @pytest.mark.parametrize("edits", [None, [], [{"type": "clear_thinking_20251015", "keep": "all"}]])

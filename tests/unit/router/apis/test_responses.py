@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import NodeLost
+from common.errors import InvalidGrammar, NodeLost
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -200,11 +200,18 @@ async def test_log_probabilities_of_the_text(rig: Rig) -> None:
     assert [asked.sampling.logprobs for asked in rig.generator.requests[2:]] == [None, 0]
 
 
-async def test_a_stream_that_fails_says_so(rig: Rig) -> None:
-    rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (NodeLost("the node is gone"), "server_error"),
+        (InvalidGrammar("the node is gone"), "invalid_prompt"),
+    ],
+)
+async def test_a_stream_that_fails_says_so(rig: Rig, failure: Exception, code: str) -> None:
+    rig.generator.will(delta([331], None, 0), failure)
     found = events(await rig.raw(PATH, {"input": "Hello", "stream": True}))
     assert found[-1]["type"] == "response.failed"
-    error = {"code": "server_error", "message": "the node is gone"}
+    error = {"code": code, "message": "the node is gone"}
     assert (found[-1]["response"]["status"], found[-1]["response"]["error"]) == ("failed", error)
 
 

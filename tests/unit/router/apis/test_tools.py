@@ -104,6 +104,8 @@ async def test_calls_in_messages(rig: Rig) -> None:
     assert status == 200, answer
     thought, weather, clock = answer["content"]
     assert (answer["stop_reason"], thought["thinking"]) == ("tool_use", THINKING)
+    counted = answer["usage"]["output_tokens_details"]["thinking_tokens"]
+    assert 0 < counted < answer["usage"]["output_tokens"]
     assert (weather["name"], weather["input"]) == ("weather", {"city": "Paris", "days": 3})
     assert (clock["type"], clock["input"]) == ("tool_use", {})
 
@@ -113,6 +115,7 @@ async def test_calls_in_messages(rig: Rig) -> None:
     deltas = [each for each in found if each["type"] == "content_block_delta" and each["index"] == 1]
     assert "".join(each["delta"]["partial_json"] for each in deltas) == ARGUMENTS
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
+    assert found[-2]["usage"]["output_tokens_details"] == {"thinking_tokens": counted}
 
 
 @pytest.mark.parametrize("said", ["I look.", None])
