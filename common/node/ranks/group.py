@@ -71,6 +71,7 @@ class RankGroup:
 
     def begin(self, works: Sequence[bytes], log_level: str, hang_timeout: float) -> None:
         """Tell ranks 1 and up what they are; see `RankProcesses.begin`."""
+        self._watch.begin(hang_timeout)
         self._started.begin(self._node, works, log_level, hang_timeout)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
@@ -125,11 +126,16 @@ class RankGroup:
             yield
         except RankFailed as error:
             reason = self._reason(error)
-            self.close()
+            self._close_after(reason)
             raise reason from error
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close_after(error)
             raise
+
+    def _close_after(self, reason: BaseException) -> None:
+        """End all ranks. If that hangs, the watchdog of the start ends this process, and gives this reason as well."""
+        progressed(f"the start failed: {reason}")
+        self.close()
 
     def watched(
         self, overdue: Callable[[], float], stopped_limit: float, hung_limit: float, log: Log

@@ -28,10 +28,16 @@ class StartWatch:
         """Watch the processes `pids`, in the order of their ranks."""
         self._pids = pids
         self._board = board
-        self._firsts = [RankMeter(FIRST_BEAT_SECONDS) for _ in pids]
+        self._first_beat = FIRST_BEAT_SECONDS
+        self._firsts = [RankMeter(self._first_beat) for _ in pids]
         self._beats = [RankMeter(STOPPED_SECONDS) for _ in pids]
         self._clock = clock
         self._looked = clock()
+
+    def begin(self, hang_timeout: float) -> None:
+        """Begin to wait for the first beats, at least as long as a start may be without progress; 0: without end."""
+        self._first_beat = max(hang_timeout, FIRST_BEAT_SECONDS) if hang_timeout else 0.0
+        self._firsts = [RankMeter(self._first_beat) for _ in self._pids]
 
     def steps(self) -> int:
         """Return how much progress the ranks have shown, for comparison with a later call."""
@@ -49,7 +55,7 @@ class StartWatch:
             elif self._firsts[rank - 1].exceeded(beat, passed):
                 raise RankFailed(
                     rank,
-                    f"rank {rank} (process {pid}) has shown no sign of life in {FIRST_BEAT_SECONDS:.0f} s: let it"
+                    f"rank {rank} (process {pid}) has shown no sign of life in {self._first_beat:.0f} s: let it"
                     " continue if it is stopped, see whether the disk with its Python packages is slow, and start the"
                     " node again",
                 )

@@ -29,6 +29,7 @@ from common.node.ranks.start_channel import StartChannel
 from common.node.ranks.start_watch import StartWatch
 from common.node.ranks.watchdog import RankWatch
 from common.observability.loop_watchdog import EXIT_HUNG
+from common.observability.start_progress import StartProgress
 from common.process_entry import start_time
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
@@ -249,6 +250,13 @@ def test_rank_0_waits_for_a_rank_as_long_as_it_makes_progress(monkeypatch: pytes
         group.exchange(b"of rank 0")
     assert next(shown, None) is None
     group.close()
+
+
+def test_a_start_that_failed_is_explained_even_if_its_end_hangs() -> None:
+    group, start = RankGroup("decode-0", RankProcesses(2), lambda *report: None), StartProgress()
+    with start.current(), contextlib.suppress(ConfigError), group.starting():
+        raise ConfigError("decode.pool_tokens", "there is no room")
+    assert str(start).endswith("after: the start failed: decode.pool_tokens: there is no room")
 
 
 def test_a_rank_that_reads_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

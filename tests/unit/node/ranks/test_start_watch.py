@@ -57,6 +57,15 @@ def test_the_first_beat_of_every_rank_is_awaited_for_five_minutes(rig: Rig) -> N
     assert caught.value.rank == 2
 
 
+def test_a_start_that_may_be_slow_may_be_slow_to_import(rig: Rig) -> None:
+    rig.watch.begin(400.0)
+    rig.after(399.0)
+    with pytest.raises(RankFailed, match="rank 1 .* has shown no sign of life in 400 s"):
+        rig.after(2.0)
+    rig.watch.begin(0.0)
+    rig.after(500.0)
+
+
 def test_a_rank_that_has_begun_may_be_without_a_beat_for_two_minutes(rig: Rig) -> None:
     rig.after(250.0)
     rig.beat(1, 2)
