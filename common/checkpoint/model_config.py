@@ -46,7 +46,14 @@ from common.checkpoint.layer_norms import PRE_NORM, LayerNorms
 from common.checkpoint.layer_windows import windows_by_type, windows_every, windows_from
 from common.checkpoint.model_mistakes import explain_directory
 from common.checkpoint.modelopt import with_modelopt_file
-from common.checkpoint.rope_config import LONGROPE, RopeConfig, by_layer_type, parse_rope, with_sections
+from common.checkpoint.rope_config import (
+    LONGROPE,
+    RopeConfig,
+    by_layer_type,
+    parse_rope,
+    stretched_positions,
+    with_sections,
+)
 from common.checkpoint.safetensors_header import read_header
 from common.checkpoint.text_part import text_part
 from common.checkpoint.vision_config import (
@@ -231,7 +238,9 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=positive(raw, "intermediate_size", where, inner, MAX_WIDTH),
         vocab_size=vocab,
-        max_position_embeddings=_positions(raw, max_positions, where),
+        max_position_embeddings=_positions(
+            raw, max(max_positions, stretched_positions(raw, rope, where)), where
+        ),
         rms_norm_eps=float(eps),
         rope=rope,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),

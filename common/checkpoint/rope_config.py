@@ -13,7 +13,9 @@ from common.errors import ModelError
 
 LONGROPE = "longrope"
 DYNAMIC = "dynamic"
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", DYNAMIC, LONGROPE)
+YARN = "yarn"
+SUPPORTED_ROPE = ("default", "linear", "llama3", YARN, DYNAMIC, LONGROPE)
+ORIGINAL = "original_max_position_embeddings"  # in the section of the rope, or beside it
 DEFAULT_THETA = 10_000.0
 MAX_FACTOR = 1e6  # for scalings; published factors stay below 100
 MIN_FACTOR = 1e-3  # frequencies are divided by it and must stay finite
@@ -95,6 +97,17 @@ def parse_rope(raw: Raw, max_positions: int, where: str, partial: float | None =
     return replace(rope, partial=_partial(raw, partial, where))
 
 
+def stretched_positions(raw: Raw, rope: RopeConfig, where: str) -> int:
+    """Return how many positions YaRN is said to reach, 0 if the file does not say.
+
+    Qwen's instructions add it to a config.json whose max_position_embeddings stays that of training.
+    """
+    stated = (_rope_section(raw, where)[1].get(ORIGINAL), raw.get(ORIGINAL))
+    if rope.kind != YARN or stated == (None, None):
+        return 0
+    return min(int(rope.factor * rope.original_max_positions), MAX_POSITIONS)
+
+
 def by_layer_type(raw: Raw, window_theta: float, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config.json with the rope of layers without a window, and with that of layers with one.
 
@@ -161,12 +174,12 @@ def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(kind, theta, _factor(values, where))
-    outer = raw.get("original_max_position_embeddings")  # the outer value wins, as in transformers
+    outer = raw.get(ORIGINAL)  # the outer value wins, as in transformers
     if outer is not None:
-        values["original_max_position_embeddings"] = outer
-    original = int(number(values, "original_max_position_embeddings", where, max_positions, MAX_POSITIONS))
+        values[ORIGINAL] = outer
+    original = int(number(values, ORIGINAL, where, max_positions, MAX_POSITIONS))
     if not original:
-        raise ModelError(f"{where}: original_max_position_embeddings must be at least 1")
+        raise ModelError(f"{where}: {ORIGINAL} must be at least 1")
     if kind == "llama3":
         low = number(values, "low_freq_factor", where, most=MAX_FACTOR)
         high = number(values, "high_freq_factor", where, most=MAX_FACTOR)

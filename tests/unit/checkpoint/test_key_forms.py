@@ -131,6 +131,24 @@ def test_positions_beyond_training_need_chunked_attention(tmp_path: Path) -> Non
     assert plain.max_position_embeddings == 128
 
 
+@pytest.mark.parametrize(
+    ("yarn", "outer", "positions"),
+    [
+        ({"factor": 4.0, "original_max_position_embeddings": 256}, {}, 1024),
+        ({"factor": 4.0}, {"original_max_position_embeddings": 256}, 1024),
+        ({"factor": 2.0, "original_max_position_embeddings": 64}, {}, 256),
+        ({"factor": 4.0}, {}, 256),
+        ({"factor": 1e6, "original_max_position_embeddings": 1 << 27}, {}, 1 << 27),
+    ],
+)
+def test_yarn_reaches_the_length_that_it_states(
+    yarn: dict[str, Any], outer: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
+    """Qwen's instructions add it, and leave max_position_embeddings at the length of training."""
+    ours = load(tmp_path, "Qwen2ForCausalLM", rope_scaling={"type": "yarn", **yarn}, **outer)
+    assert ours.max_position_embeddings == positions
+
+
 def test_queries_scaled_by_their_position_are_refused(tmp_path: Path) -> None:
     """Ministral 3's key: a file with another architecture would be computed without the scale."""
     values = {"rope_type": "default", "llama_4_scaling_beta": 0.1}
