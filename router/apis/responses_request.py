@@ -131,7 +131,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Any = None  # labels, which the answer repeats
-    include: list[str] | None = None  # see _LOGPROBS and _THOUGHTS
+    include: list[str] | None = None  # see _LOGPROBS and _NOT_IN_ANSWERS
     top_logprobs: int | None = None  # counts only if log-probabilities are included, as in vLLM
     max_tool_calls: int | None = None  # a limit of calls of OpenAI's own tools, which are refused
     # as in chats
@@ -163,8 +163,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_response_messages": (False,),
     "previous_input_messages": (),
 }
-# What `include` may name: the log-probabilities of the text; and what has no effect, because reasoning is text.
-_LOGPROBS, _THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
+# What `include` may name: the log-probabilities of the text; and what has no effect, because reasoning is text, images
+# are not kept, and no answer has the calls of OpenAI's own tools.
+_LOGPROBS = "message.output_text.logprobs"
+_NOT_IN_ANSWERS = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 _ROLES = ("user", "assistant", "system", "developer")
 _KNOWN_ITEMS = "message, function_call, function_call_output and reasoning items"
 _KNOWN_PARTS = "input_text, output_text, refusal and input_image"
@@ -187,7 +197,7 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
     refuse_fields(request, _NEUTRAL)
     included = request.include or ()
     for index, name in enumerate(included):
-        if name not in (_LOGPROBS, _THOUGHTS):
+        if name != _LOGPROBS and name not in _NOT_IN_ANSWERS:
             raise InvalidRequest(
                 f"{name[:100]!r} cannot be included; {_LOGPROBS} can", param=f"include[{index}]"
             )

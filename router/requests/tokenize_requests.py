@@ -10,12 +10,15 @@ from msgspec import Meta
 from router.requests.chat_fields import ChatToolChoice, Tool
 from router.requests.openai_schema import MAX_MESSAGES, Message, Text
 
+MAX_TEXTS = 1024  # in one request
+
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
     """The body of POST /tokenize: either `prompt` or `messages`, which are rendered as for a chat."""
 
     model: str | None = None
-    prompt: Text | None = None
+    # one text or, as in SGLang, several
+    prompt: Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     # default: true for a prompt, false for messages, whose template writes the special tokens
     add_special_tokens: bool | None = None
@@ -35,21 +38,23 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[int | list[int]]  # ids of one text or, as in SGLang, of each text
     model: str | None = None
     skip_special_tokens: bool | None = None
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
-    """The answer of /tokenize."""
+    """The answer of /tokenize. All of it is in lists, one item for each text, if `prompt` is a list."""
 
-    count: int
+    count: int | list[int]
     max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None  # entries of the vocabulary, if `return_token_strs` asked for them
+    tokens: list[int | list[int]]
+    # entries of the vocabulary, if `return_token_strs` asked for them
+    token_strs: list[str | list[str]] | None = None
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True):
-    """The answer of /detokenize."""
+    """The answer of /detokenize: the text under the names of vLLM and SGLang, or a list of texts."""
 
-    prompt: str
+    prompt: str | list[str]
+    text: str | list[str]

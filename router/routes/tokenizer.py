@@ -22,8 +22,9 @@ class TokenizerRoutes:
         self._info = info
 
     def add_to(self, app: web.Application) -> None:
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_post("/detokenize", self.detokenize)
+        for prefix in ("", "/v1"):  # as in SGLang
+            app.router.add_post(f"{prefix}/tokenize", self.tokenize)
+            app.router.add_post(f"{prefix}/detokenize", self.detokenize)
         app.router.add_get("/tokenizer_info", self.tokenizer_info)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:

@@ -33,6 +33,7 @@ from router.requests.openai_schema import (
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.tokenize_requests import (
+    MAX_TEXTS,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
@@ -178,18 +179,27 @@ class TextWork:
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
         check_name(body.model, job.names)
-        text, special = self._text_of(body, frozenset(job.template_variables))
+        texts, special = self._texts_of(body, frozenset(job.template_variables))
         self._limit(ENCODE_SECONDS)
-        tokens = self._tokenizer.encode(text, special)
-        names = self._tokenizer.vocabulary_entries(tokens) if body.return_token_strs else None
-        return msgspec.json.encode(TokenizeAnswer(len(tokens), job.max_model_len, tokens, names))
+        encoded = [self._tokenizer.encode(text, special) for text in texts]
+        names: list[str | list[str]] | None = None
+        if body.return_token_strs:
+            names = [self._tokenizer.vocabulary_entries(tokens) for tokens in encoded]
+        if isinstance(body.prompt, list):
+            answer = TokenizeAnswer([*map(len, encoded)], job.max_model_len, [*encoded], names)
+        else:
+            [tokens] = encoded
+            names = names and [*names[0]]
+            answer = TokenizeAnswer(len(tokens), job.max_model_len, [*tokens], names)
+        return msgspec.json.encode(answer)
 
-    def _text_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[str, bool]:
-        """Return the text to encode and whether to add special tokens. Raises InvalidRequest."""
+    def _texts_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[Sequence[str], bool]:
+        """Return the texts to encode and whether to add special tokens. Raises InvalidRequest."""
         if body.messages is None:
             if body.prompt is None:
                 raise InvalidRequest("send a text as prompt, or a chat as messages", param="prompt")
-            return body.prompt, body.add_special_tokens is not False
+            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            return texts, body.add_special_tokens is not False
         if body.prompt is not None:
             raise InvalidRequest("prompt and messages cannot be combined; send one of them", param="messages")
         refuse_fields(body, NOT_YET)
@@ -202,19 +212,27 @@ class TextWork:
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
         text = self._template.render(body.messages, end, tools, variables)
-        return text, bool(body.add_special_tokens)
+        return [text], bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, job: Detokenize) -> bytes:
         """Return the response body of /detokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _detokenize)
         check_name(body.model, job.names)
-        if len(body.tokens) > MAX_DETOKENIZE:
-            raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
-        check_tokens_in_vocabulary(body.tokens, job.vocab_size, "tokens")
+        ids = [each for each in body.tokens if isinstance(each, int)]
+        lists = [each for each in body.tokens if isinstance(each, list)]
+        if ids and lists:
+            raise InvalidRequest("tokens must be token ids or lists of token ids, not both", param="tokens")
+        if len(ids) + sum(map(len, lists)) > MAX_DETOKENIZE or len(lists) > MAX_TEXTS:
+            raise InvalidRequest(
+                f"at most {MAX_DETOKENIZE} tokens in at most {MAX_TEXTS} lists in one request", param="tokens"
+            )
+        for tokens in lists or [ids]:
+            check_tokens_in_vocabulary(tokens, job.vocab_size, "tokens")
         self._limit(ENCODE_SECONDS)
-        text = self._tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-        return msgspec.json.encode(DetokenizeAnswer(text))
+        texts = [self._tokenizer.decode(each, bool(body.skip_special_tokens)) for each in lists or [ids]]
+        found = texts if lists else texts[0]
+        return msgspec.json.encode(DetokenizeAnswer(found, found))
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool, length: PromptLength, fields: Sequence[str]

@@ -234,7 +234,7 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x", "enable_response_messages": True}, "enable_response_messages"),
         ({"input": "x", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"input": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-        ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
+        ({"input": "x", "include": ["file_search_call.results", "x"]}, "include[1]"),
         ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
         ({"input": "x", "top_logprobs": "2"}, "top_logprobs"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

@@ -124,6 +124,8 @@ async def test_every_route_is_described(rig: Rig) -> None:
         "/health_generate",
         "/readiness",
         "/get_server_info",
+        "/v1/tokenize",
+        "/v1/detokenize",
         "/openapi.json",
         "/docs",
         "/",

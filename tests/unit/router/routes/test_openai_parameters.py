@@ -121,7 +121,7 @@ RESPONSES = {
     "context_management": refused([{"type": "compaction"}]),
     "conversation": refused("conv_1"),
     "image": refused({"detail": "low"}),
-    "include": refused(["file_search_call.results"]),
+    "include": ignored(["file_search_call.results"]),
     "instructions": served("Be short."),
     "max_output_tokens": served(3),
     "max_tool_calls": served(1),  # the answer repeats it

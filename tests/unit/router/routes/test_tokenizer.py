@@ -28,11 +28,26 @@ async def test_tokenize_and_back(rig: Rig) -> None:
     assert plain["tokens"] == found["tokens"][1:]
     for skip, shown in ((False, "<|bos|>" + text), (True, text)):
         _, back, _ = await rig.post("/detokenize", {"tokens": found["tokens"], "skip_special_tokens": skip})
-        assert back == {"prompt": shown}
+        assert back == {"prompt": shown, "text": shown}
     _, back, _ = await rig.post("/detokenize", {"tokens": []})
-    assert back == {"prompt": ""}
+    assert back == {"prompt": "", "text": ""}
     _, back, _ = await rig.post("/detokenize", {"tokens": found["tokens"], "skip_special_tokens": None})
-    assert back == {"prompt": "<|bos|>" + text}
+    assert back["prompt"] == "<|bos|>" + text
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_several_texts_and_back(rig: Rig, prefix: str) -> None:
+    """As in SGLang."""
+    texts = ["Hello", " a b", ""]
+    single = [(await rig.post("/tokenize", {"prompt": text, "return_token_strs": True}))[1] for text in texts]
+    _, found, _ = await rig.post(f"{prefix}/tokenize", {"prompt": texts, "return_token_strs": True})
+    for name in ("tokens", "count", "token_strs"):
+        assert found[name] == [each[name] for each in single]
+    body = {"tokens": found["tokens"], "skip_special_tokens": True}
+    _, back, _ = await rig.post(f"{prefix}/detokenize", body)
+    assert back == {"prompt": texts, "text": texts}
+    _, one, _ = await rig.post("/tokenize", {"prompt": ["Hello"]})
+    assert (one["tokens"], one["token_strs"]) == ([single[0]["tokens"]], None)
 
 
 async def test_another_model_is_not_found(rig: Rig) -> None:
@@ -76,6 +91,13 @@ async def test_another_model_is_not_found(rig: Rig) -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, "tokens"),
         ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [[True]]}, "tokens[0][0]"),
+        ("/detokenize", {"tokens": [5, [5]]}, "tokens"),
+        ("/detokenize", {"tokens": [[5], [704]]}, "tokens"),
+        ("/detokenize", {"tokens": [[5]] * 1025}, "tokens"),
+        ("/tokenize", {"prompt": []}, "prompt"),
+        ("/tokenize", {"prompt": ["x"] * 1025}, "prompt"),
+        ("/tokenize", {"prompt": ["x", 5]}, "prompt[1]"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
     ],
 )
