@@ -24,7 +24,7 @@ class KernelsAhead:
     """The kernels that are being compiled."""
 
     def __init__(self, mode: Any) -> None:
-        self._mode = mode  # triton.runtime._async_compile.AsyncCompileMode
+        self._mode = mode  # triton.AsyncCompileMode
         self._missed = 0
 
     def collect(self) -> None:
@@ -54,12 +54,10 @@ def compiling_ahead(device: torch.device, threads: int | None = None) -> Iterato
         threads: by default, as many as the process has cores.
     """
     assert has_triton(), "nothing to compile"
-    from triton.runtime._async_compile import AsyncCompileMode
-
     count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
     on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
     with ThreadPoolExecutor(count, "compile", *on_device) as pool:
-        mode = AsyncCompileMode(_LoadingExecutor(pool), ignore_errors=True)
+        mode = triton.AsyncCompileMode(_LoadingExecutor(pool), ignore_errors=True)
         kernels = KernelsAhead(mode)
         before = triton.knobs.compilation.listener
         triton.knobs.compilation.listener = kernels.count
