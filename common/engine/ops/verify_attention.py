@@ -22,6 +22,7 @@ from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
+    kernel,
     kernel_with_varying,
     multiprocessors,
     next_power_of_2,
@@ -137,6 +138,30 @@ def _verify_cpu(
     return torch.cat(rows) if rows else torch.empty_like(query)
 
 
+@kernel
+def _ancestor_bits(tree, live_row, width, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return [ROWS] int64: bit j says whether a row sees slot j of the tree.
+
+    `tree`: [ROWS] pointers to the rows of the mask.
+    """
+    slot = tl.arange(0, BLOCK_W)
+    read = live_row[:, None] & (slot < width)[None, :]
+    marked = tl.load(tree[:, None] + slot[None, :], mask=read, other=0).to(tl.int64)
+    return tl.sum(marked << slot.to(tl.int64)[None, :], axis=1)
+
+
+@kernel
+def _depths(tree, live_row, width, ROWS: tl.constexpr, BLOCK_W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return [ROWS] int32: the number of ancestors of each row's token."""
+    slot = tl.arange(0, BLOCK_W)
+    count = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, width, BLOCK_W):
+        read = live_row[:, None] & (start + slot < width)[None, :]
+        marked = tl.load(tree[:, None] + (start + slot)[None, :], mask=read, other=0).to(tl.int32)
+        count += tl.sum(marked, axis=1)
+    return count - 1
+
+
 @kernel_with_varying("new", "width", "table_stride", "mask_stride", "mask_row_stride", "window", "splits")
 def _verify_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B * new, HEADS, D]
@@ -207,20 +232,12 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     table = table_ptr + request * table_stride
     tree = mask_ptr + request * mask_stride + (row // GROUP) * mask_row_stride
     live_row = row < new * GROUP
-    depth = tl.zeros((ROWS,), tl.int32)
-    slot = tl.arange(0, BLOCK_W)
     bits = tl.zeros((ROWS,), tl.int64)
     if BITS:
-        read = live_row[:, None] & (slot < width)[None, :]
-        marked = tl.load(tree[:, None] + slot[None, :], mask=read, other=0).to(tl.int64)
-        bits = tl.sum(marked << slot.to(tl.int64)[None, :], axis=1)
-    if WINDOW:  # the depth of each row
-        for start in range(0, width, BLOCK_W):
-            read = live_row[:, None] & (start + slot < width)[None, :]
-            depth += tl.sum(
-                tl.load(tree[:, None] + (start + slot)[None, :], mask=read, other=0).to(tl.int32), 1
-            )
-        depth -= 1
+        bits = _ancestor_bits(tree, live_row, width, BLOCK_W)
+    depth = tl.zeros((ROWS,), tl.int32)
+    if WINDOW:
+        depth = _depths(tree, live_row, width, ROWS, BLOCK_W)
 
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -247,6 +264,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     tree_end = 0
     if not BITS:
         tree_end = tl.where(split == used - 1, tl.minimum(width, length), 0)
+        slot = tl.arange(0, BLOCK_W)
         above = tl.zeros((ROWS,), tl.int32)  # ancestors in earlier slots, including the row itself
         for start in range(0, tree_end, BLOCK_W):
             place = start + slot
