@@ -42,7 +42,7 @@ def step_plan(
     carried = (CARRIED,) * rules.carried
     found = [carried] * len(batch) if forced_width else rules.drafts.propose(batch, width)
     drafts = tuple(
-        _closed(request, own or host, width) if own or forced_width else host
+        _with_end_token(request, own or host, width) if own or forced_width else host
         for request, own, host in zip(batch, forced, found)
     )
     return StepPlan(
@@ -64,7 +64,7 @@ def _with_states(batch: Sequence[DecodeRequest]) -> tuple[int, ...]:
     )
 
 
-def _closed(request: DecodeRequest, drafts: tuple[int, ...], width: int) -> tuple[int, ...]:
+def _with_end_token(request: DecodeRequest, drafts: tuple[int, ...], width: int) -> tuple[int, ...]:
     """Add a token that ends the text to the drafts of a constrained request, which the worker pads up to `width`.
 
     Whatever is drawn past it is dropped, so that no masks have to be computed for the padding.

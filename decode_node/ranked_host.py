@@ -39,7 +39,7 @@ class OwnFetches:
         self._stores.add(each.key for each in moves.stores)
         self._fetches += moves.fetches
 
-    def look(self) -> None:
+    def count_stores(self) -> None:
         """Count the stores that have ended."""
         if self._stores:
             self._stores.end_until(self._own.unfinished())
@@ -69,7 +69,7 @@ class RankFetches:
         if not self._copies.busy:
             return False
         # Checksums of fetches may be those of stores that have just ended.
-        self._copies.look()
+        self._copies.count_stores()
         for _, damage in self._copies.ended():
             self._comparisons.add(any(damage))
         self._tell(Told.STORED, self._copies.stored)
@@ -94,7 +94,7 @@ class FetchedByAll:
         self._stores.add(each.key for each in moves.stores)
 
     def unfinished(self) -> Collection[int]:
-        self.copies.look()
+        self.copies.count_stores()
         self._stores.end_first(self._least(Told.STORED))
         return {*self._own.unfinished(), *self._stores}
 

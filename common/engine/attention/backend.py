@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
         weights: Sequence[Tensor] = (),
         eps: float = 0.0,
     ) -> Tensor:
-        """Run the operation of a mixer other than attention. Where graphs break.
+        """Run the operation of a mixer other than attention. Graphs break here.
 
         Args:
             operation: "module:function" of a `LayerOperation`; a name, since traced graphs hold no functions.

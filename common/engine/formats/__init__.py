@@ -1,1 +1,1 @@
-"""Weight formats of matrix products, one module each; `registry.py` selects one by the config."""
+"""Weight formats of matrix products, one module each; `format_registry.py` makes the one that the config names."""

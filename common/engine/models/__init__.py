@@ -1,1 +1,1 @@
-"""Models: the decoder, whose layers the config selects, draft heads, vision parts. `registry.py` builds by name."""
+"""Models: the decoder, whose layers the config selects, draft heads, vision parts; `model_registry.py` builds them."""

@@ -29,7 +29,7 @@ from common.errors import ModelError
 
 UNUSED = ("embeddings.position_ids",)  # a constant that older files contain
 LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
-BEHIND = ("post_layernorm.", "head.")
+UNREAD = ("post_layernorm.", "head.")
 
 
 class Projector(nn.Module):
@@ -118,7 +118,7 @@ def load_llava(path: str | Path, config: ModelConfig, placement: Placement) -> L
     load_weights(
         path,
         _pieces(part, names, layout),
-        ignore=(*UNUSED, *_behind_the_features(part, names)),
+        ignore=(*UNUSED, *_unread_tensors(part, names)),
         aside=layout.language_prefixes,
     )
     return part
@@ -153,11 +153,11 @@ def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
     }
 
 
-def _behind_the_features(part: LlavaPart, names: Mapping[str, str]) -> Iterator[str]:
+def _unread_tensors(part: LlavaPart, names: Mapping[str, str]) -> Iterator[str]:
     """Yield the checkpoint names on which no feature depends: later layers, and the norm and head after them."""
     for within, name in names.items():
         layer = LAYER.match(within)
-        if within.startswith(BEHIND) or (layer and int(layer[1]) >= part.tower.config.num_hidden_layers):
+        if within.startswith(UNREAD) or (layer and int(layer[1]) >= part.tower.config.num_hidden_layers):
             yield name
 
 
