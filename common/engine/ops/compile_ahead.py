@@ -1,8 +1,9 @@
 """Compiles kernels on several threads before they are launched, so that a node with an empty cache starts sooner.
 
 A kernel is compiled for the shapes and types of a launch, which only the code that launches it knows. So that code runs
-once within `compiling_ahead`, where launches compile on other threads and run nothing. What it computes is meaningless:
-it must not read results on the host, nor use them as indices outside a graph that is being captured.
+once within `compiling_ahead`, where launches compile on other threads and run nothing. What it computes is meaningless,
+and lies in the memory of graphs that are dropped: it must not be read on the host, kept for later (as in a cache), or
+used as indices outside a capture.
 """
 
 from __future__ import annotations
