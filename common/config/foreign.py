@@ -62,7 +62,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         ("load_format",),
         "weights must be safetensors in float32, bfloat16, float16 or FP8; GGUF and other quantized ones are not read; "
-        "write model.quantization: fp8 to quantize dense weights at load time, else leave it out",
+        "write model.quantization: fp8 to quantise weights at load time, else leave it out",
         9,
     ),
     Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}", 10),

@@ -29,7 +29,7 @@ class Model(Section, frozen=True, kw_only=True):
     served_name: str | None = None  # `model` in the API; default: the directory's name
     # auto: float32 on CPUs, the checkpoint's dtype on GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # fp8: dense weights are quantised while they are loaded; none: weights are as the checkpoint stores them
+    # fp8: unquantised weights are quantised while they are loaded; none: weights are as the checkpoint stores them
     quantization: Quantization = "none"
     # Maximum tokens per request, prompt and output together; default: the model's maximum.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
