@@ -26,10 +26,10 @@ from torch.nn.functional import ScalingType
 from common.engine.ops import fp8_tiles
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
-from common.engine.ops.fp8_gated import fp8_gated_triton
-from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm_quantized
+from common.engine.ops.fp8_gated import fp8_gated, fp8_gated_triton
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_linear import fp8_product
+from common.engine.ops.fp8_linear_norm import fp8_product_norm_quantized
 from common.engine.ops.fp8_rows import quantize_rows
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm

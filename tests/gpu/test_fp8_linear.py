@@ -18,18 +18,12 @@ from common.engine.ops.fp8_fused import (
     fp8_rms_norm,
     fp8_rms_norm_reference,
 )
+from common.engine.ops.fp8_gated import fp8_gated, fp8_gated_reference
 from common.engine.ops.fp8_grouped import (
     choose_grouped_tiles,
     fp8_expert_parts_triton,
     fp8_grouped_triton,
     sum_more_steps,
-)
-from common.engine.ops.fp8_joined import (
-    fp8_gated,
-    fp8_gated_reference,
-    fp8_product_norm,
-    fp8_product_norm_quantized,
-    fp8_product_norm_reference,
 )
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_linear import (
@@ -37,6 +31,11 @@ from common.engine.ops.fp8_linear import (
     fp8_linear_reference,
     fp8_product,
     fp8_product_reference,
+)
+from common.engine.ops.fp8_linear_norm import (
+    fp8_product_norm,
+    fp8_product_norm_quantized,
+    fp8_product_norm_reference,
 )
 from common.engine.ops.fp8_rows import (
     quantize_rows,

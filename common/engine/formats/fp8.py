@@ -32,8 +32,9 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import WeightBlock
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
-from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm, fp8_product_norm_quantized
+from common.engine.ops.fp8_gated import fp8_gated
 from common.engine.ops.fp8_linear import FP8, fp8_product, quantize_rows, quantize_with, values_of
+from common.engine.ops.fp8_linear_norm import fp8_product_norm, fp8_product_norm_quantized
 from common.errors import ModelError
 
 

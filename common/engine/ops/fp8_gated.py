@@ -1,6 +1,7 @@
-"""act(x G^T) * (x U^T) for up to 64 FP8 rows x and an FP8 weight of gates G and up projections U, scaled per channel.
+"""act(x G^T) * (x U^T), quantised, for FP8 rows x and an FP8 weight of gates G and up projections U.
 
-Each program multiplies its gates over the whole depth, then its up projections, in one loop. So the matrix units of a
+For few rows the activation is part of the product. The kernel here serves up to 64 rows and weights scaled per channel:
+each program multiplies its gates over the whole depth, then its up projections, in one loop. So the matrix units of a
 Hopper GPU have one accumulator, and a step can begin while the previous one still multiplies. With an accumulator for
 gates and one for up projections, as in `fp8_product`, x is read once instead of twice, but each step waits for the
 matrix units (tests/bench/NOTES.md, "Gated FP8 products with one accumulator").
@@ -11,10 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import check_product
+from common.engine.ops.fp8_codes import FP8, check_product, empty_scales
+from common.engine.ops.fp8_fused import fp8_gate_reference, fp8_gate_triton
+from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
 from common.engine.ops.fp8_product import fp8_product_triton
-from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.fp8_rows import quantize_rows_triton
+from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles
+from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
 from common.engine.ops.linear import load_tile
+from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import room_of
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.triton_kernel import (
     await_results,
@@ -24,8 +31,28 @@ from common.engine.ops.triton_kernel import (
     described,
     kernel_with_varying,
     launch_next,
+    multiprocessors,
     tl,
 )
+
+
+def fp8_gated_reference(
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return activation(gate) * up [..., I], quantised, for quantised x [..., in] and weight [2 * I, in], gates first.
+
+    Args:
+        activation: of the gates, see `gated_linear`.
+        dtype: that of activations, to which gate, up and the result are rounded.
+    """
+    gate_up = fp8_product_reference(codes, row_scales, weight, scales, bias, dtype)
+    return fp8_gate_reference(gate_up, activation, scales.ndim == 2)
 
 
 @kernel_with_varying("rows")
@@ -133,3 +160,43 @@ def fp8_gated_triton(
         **chained(codes.device),
     )
     return out
+
+
+def fp8_gated_cuda(
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
+    given = codes, row_scales, weight, scales, bias
+    size, depth = weight.shape
+    vectors = choose_fp8_vectors(rows, size, depth, gated=True)
+    gpu = multiprocessors(codes.device), room_of(codes.device).shared_bytes
+    tiles = choose_fp8_gated_tiles(rows, size, depth, blocks, *gpu)
+    if bias is None and vectors is not None:
+        inner = fp8_vector_triton(*given, vectors, dtype, activation)
+    elif bias is None and tiles is not None:
+        inner = fp8_gated_triton(codes, row_scales, weight, scales, tiles, dtype, activation)
+    else:
+        return fp8_gate_triton(fp8_product_cuda(*given, dtype), activation, blocks)
+    return quantize_rows_triton(inner, blocks)
+
+
+def _gated_fake(
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    size = weight.shape[0] // 2
+    return codes.new_empty((*codes.shape[:-1], size), dtype=FP8), empty_scales(codes, size, scales.ndim == 2)
+
+
+fp8_gated = register_op("fp8_gated", fp8_gated_reference, mutates=(), fake=_gated_fake, cuda=fp8_gated_cuda)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from common.engine.ops import fp8_gated as gated_ops
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.fp8_gated import fp8_gated_triton
-from common.engine.ops.fp8_joined import fp8_gated_cuda, fp8_gated_reference
+from common.engine.ops.fp8_gated import fp8_gated_cuda, fp8_gated_reference, fp8_gated_triton
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles
 from common.engine.ops.silu_mul import GATED_REFERENCES
@@ -143,8 +142,8 @@ def test_the_operation_serves_them(biased: bool, monkeypatch: pytest.MonkeyPatch
         chosen.append(tiles)
         return fp8_gated_triton(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("common.engine.ops.fp8_joined.fp8_gated_triton", record)
-    monkeypatch.setattr("common.engine.ops.fp8_joined.multiprocessors", lambda device: 1)
+    monkeypatch.setattr("common.engine.ops.fp8_gated.fp8_gated_triton", record)
+    monkeypatch.setattr("common.engine.ops.fp8_gated.multiprocessors", lambda device: 1)
     given = made(3, 136, 512)
     bias = torch.randn(272) if biased else None
     found = fp8_gated_cuda(*given, bias, "silu", torch.bfloat16)

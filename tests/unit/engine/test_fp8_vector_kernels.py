@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops import fp8_joined, fp8_linear
+from common.engine.ops import fp8_gated, fp8_linear, fp8_linear_norm
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.fp8_linear import fp8_product_reference
 from common.engine.ops.fp8_rows import quantize_rows_reference
@@ -90,13 +90,13 @@ def test_products_of_a_served_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         served.append((*weight.shape, vectors))
         return torch.zeros(1, len(weight) // (2 if any(activation) else 1), dtype=dtype)
 
-    for module in (fp8_linear, fp8_joined):
+    for module in (fp8_linear, fp8_gated):
         monkeypatch.setattr(module, "fp8_vector_triton", record)
     codes, row_scales = torch.zeros(1, 4096).to(FP8), torch.ones(1, 1)
     weights = {size: torch.empty(size, 4096, dtype=FP8) for size in (6144, 4096, 28672)}
     given = {size: (codes, row_scales, weight, torch.ones(size), None) for size, weight in weights.items()}
     stream = torch.zeros(1, 4096)
     fp8_linear.fp8_product_cuda(*given[6144], torch.float32)
-    fp8_joined.fp8_product_norm_quantized_cuda(*given[4096], stream, torch.ones(4096), 1e-5, False)
-    fp8_joined.fp8_gated_cuda(*given[28672], "silu", torch.float32)
+    fp8_linear_norm.fp8_product_norm_quantized_cuda(*given[4096], stream, torch.ones(4096), 1e-5, False)
+    fp8_gated.fp8_gated_cuda(*given[28672], "silu", torch.float32)
     assert served == [(6144, 4096, (2, 4)), (4096, 4096, (4, 4)), (28672, 4096, (2, 4))]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.fp8_joined import fp8_gated_reference
+from common.engine.ops.fp8_gated import fp8_gated_reference
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from tests.fakes.near_codes import assert_near_codes
 

@@ -1,7 +1,6 @@
-"""FP8 products with what follows them: the activation of a gated block, or the residual addition and the norm.
+"""FP8 products whose outputs are added to the residual stream, and the norm of the sum: `linear_norm` for FP8 weights.
 
-For few rows the activation is part of the product, and the depth of a product with too few columns is divided among
-programs whose results the norm adds up, as in `linear` and `linear_norm`.
+For few rows, the depth of a product with too few columns is divided among programs whose results the norm adds up.
 """
 
 from __future__ import annotations
@@ -14,15 +13,11 @@ from common.engine.ops.fp8_fused import (
     fp8_add_parts_rms_norm_triton,
     fp8_add_rms_norm_reference,
     fp8_add_rms_norm_triton,
-    fp8_gate_reference,
-    fp8_gate_triton,
 )
-from common.engine.ops.fp8_gated import fp8_gated_triton
 from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
 from common.engine.ops.fp8_product import fp8_product_parts
-from common.engine.ops.fp8_rows import quantize_rows_triton
-from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles, divide_fp8_depth
-from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
+from common.engine.ops.fp8_tiles import Fp8Tiles, divide_fp8_depth
+from common.engine.ops.fp8_vectors import choose_fp8_vectors
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import (
     add_parts_rms_norm_triton,
@@ -31,65 +26,6 @@ from common.engine.ops.rms_norm import (
 )
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.triton_kernel import multiprocessors
-
-
-def fp8_gated_reference(
-    codes: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return activation(gate) * up [..., I], quantised, for quantised x [..., in] and weight [2 * I, in], gates first.
-
-    Args:
-        activation: of the gates, see `gated_linear`.
-        dtype: that of activations, to which gate, up and the result are rounded.
-    """
-    gate_up = fp8_product_reference(codes, row_scales, weight, scales, bias, dtype)
-    return fp8_gate_reference(gate_up, activation, scales.ndim == 2)
-
-
-def fp8_gated_cuda(
-    codes: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
-    given = codes, row_scales, weight, scales, bias
-    size, depth = weight.shape
-    vectors = choose_fp8_vectors(rows, size, depth, gated=True)
-    gpu = multiprocessors(codes.device), room_of(codes.device).shared_bytes
-    tiles = choose_fp8_gated_tiles(rows, size, depth, blocks, *gpu)
-    if bias is None and vectors is not None:
-        inner = fp8_vector_triton(*given, vectors, dtype, activation)
-    elif bias is None and tiles is not None:
-        inner = fp8_gated_triton(codes, row_scales, weight, scales, tiles, dtype, activation)
-    else:
-        return fp8_gate_triton(fp8_product_cuda(*given, dtype), activation, blocks)
-    return quantize_rows_triton(inner, blocks)
-
-
-def _gated_fake(
-    codes: Tensor,
-    row_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    size = weight.shape[0] // 2
-    return codes.new_empty((*codes.shape[:-1], size), dtype=FP8), empty_scales(codes, size, scales.ndim == 2)
-
-
-fp8_gated = register_op("fp8_gated", fp8_gated_reference, mutates=(), fake=_gated_fake, cuda=fp8_gated_cuda)
 
 
 def fp8_product_norm_reference(
