@@ -15,6 +15,7 @@ from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, LinkState
 from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.group_signs import GroupSigns
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
     CloseRoom,
@@ -29,7 +30,6 @@ from kv_transfer.ranks.receiver_messages import (
 )
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_signs import ReceiverSigns
-from kv_transfer.signs import LONG_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -50,17 +50,12 @@ class _SharedRoom:
     holding: set[int] = field(default_factory=lambda: {0})  # ranks on which its pages may be written
 
 
-class _ReceiverGroupSigns:
-    """Rank 0's signs of life; announcements reach the peers of all ranks."""
+class _ReceiverGroupSigns(GroupSigns):
+    """The signs of a decode node, whose rank 0 also names the rooms that wait for pages."""
 
-    def __init__(self, local: ReceiverSigns, tell_ranks: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(self, local: ReceiverSigns, tell_ranks: Callable[[AnnounceWork], None]) -> None:
+        super().__init__(local.announce, tell_ranks)
         self._local = local
-        self._tell_ranks = tell_ranks
-
-    def announce(self, seconds: float) -> None:
-        self._local.announce(seconds)
-        if seconds >= LONG_SECONDS:  # peers are told of nothing shorter
-            self._tell_ranks(AnnounceWork(seconds))
 
     def tell(self, waiting: Iterable[tuple[str, int]]) -> None:
         self._local.tell(waiting)

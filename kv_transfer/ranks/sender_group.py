@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,7 +15,8 @@ from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLos
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import PeerTable
 from kv_transfer.outbound_room import GrantedSlots
-from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import PATIENCE, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.group_signs import GroupSigns
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
     ExpectRoom,
@@ -28,8 +29,6 @@ from kv_transfer.ranks.sender_messages import (
 )
 from kv_transfer.send_order import SendOrder
 from kv_transfer.sender import Sender
-from kv_transfer.sender_signs import SenderSigns
-from kv_transfer.signs import LONG_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +42,6 @@ class _SharedPrompt:
     waiting: set[int] = field(default_factory=set)  # ranks that lack grants
     sending: set[int] = field(default_factory=lambda: {0})  # ranks that have neither delivered nor lost it
     failure: tuple[str, str] | None = None  # code, reason
-
-
-class _SenderGroupSigns:
-    """Rank 0's signs of life; announcements reach the peers of all ranks."""
-
-    def __init__(self, local: SenderSigns, tell_ranks: Callable[[msgspec.Struct], None]) -> None:
-        self._local = local
-        self._tell_ranks = tell_ranks
-
-    def announce(self, seconds: float) -> None:
-        self._local.announce(seconds)
-        if seconds >= LONG_SECONDS:  # peers are told of nothing shorter
-            self._tell_ranks(AnnounceWork(seconds))
 
 
 class SenderGroup:
@@ -92,7 +78,7 @@ class SenderGroup:
         # number of ranks of a decode node -> own ranks that send to it, except rank 0
         self._others: dict[int, frozenset[int]] = {}
         self._events: list[SenderEvent] = []
-        self.signs = _SenderGroupSigns(local.signs, self._tell_ranks)
+        self.signs = GroupSigns(local.signs.announce, self._tell_ranks)
 
     @property
     def counters(self) -> SenderCounters:
