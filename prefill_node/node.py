@@ -38,7 +38,7 @@ from prefill_node.grammar_state import compiled
 from prefill_node.images import ARRIVAL_SECONDS
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
-from prefill_node.planner import Planned, Planner
+from prefill_node.planner import Planned, Planner, PromptProgress
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
@@ -156,22 +156,29 @@ class PrefillNode:
 
     def _finish(self, launched: Launched) -> None:
         """Send the pages that this launch has completed, and finish the prompts whose last chunk it ran."""
-        for request, drawn, start, scores, states, damaged in self._planner.read(launched):
-            if damaged and not request.ended:
+        for progress in self._planner.read(launched):
+            request = progress.request
+            if progress.damaged and not request.ended:
                 self._fail(request, CacheDamaged("a prefix of it in host memory has changed"))
-            if not request.ended:
-                if states is not None:
-                    send_states(request.router, request.room, request.computed - len(states), states)
-                for at in range(0, len(scores), MAX_RUN):
-                    run = list(scores[at : at + MAX_RUN])
-                    request.router.send(PromptScores(room=request.room, start=start + at, tokens=run))
             if request.ended:
                 self._release_if_settled(request)
-            elif drawn is None:
+                continue
+            self._send_computed(progress)
+            if progress.drawn is None:
                 self._send_pages(request)
             else:
-                request.draft = drawn.draft
-                self._complete(request, drawn.token)
+                request.draft = progress.drawn.draft
+                self._complete(request, progress.drawn.token)
+
+    def _send_computed(self, progress: PromptProgress) -> None:
+        """Send the router the hidden states and the log-probabilities of the prompt that it asked for."""
+        request, scores = progress.request, progress.scores
+        if progress.states is not None:
+            first = request.computed - len(progress.states)
+            send_states(request.router, request.room, first, progress.states)
+        for at in range(0, len(scores), MAX_RUN):
+            run = list(scores[at : at + MAX_RUN])
+            request.router.send(PromptScores(room=request.room, start=progress.first_scored + at, tokens=run))
 
     def _move_transfers(self) -> None:
         while events := self._sender.poll():  # one event may cause the next: granted, written, delivered
