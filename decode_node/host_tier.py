@@ -27,7 +27,7 @@ from decode_node.held_pages import HeldPages
 from decode_node.host_fetches import HostEnds
 from decode_node.request import DecodeRequest
 
-MOST_FETCHES = 32  # in progress
+MAX_FETCHES = 32  # in progress
 
 
 class FoundPrefix(NamedTuple):
@@ -207,7 +207,7 @@ class DecodePrefixes:
 
     @property
     def can_fetch(self) -> bool:
-        return len(self._fetching) < MOST_FETCHES
+        return len(self._fetching) < MAX_FETCHES
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
         if not self.can_fetch:

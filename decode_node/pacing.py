@@ -19,15 +19,15 @@ from common.observability.logs import Log
 from decode_node.step_result import Launched, StepResult
 
 MARGIN = 0.0001  # seconds added to the measured time of a launch: the loop sees a mark that much later
-MOST_MARGIN = 0.005
+MAX_MARGIN = 0.005
 # Factors of the margin after a launch that came too late, and in time: they balance if one in 20 is late.
 RAISED, LOWERED = 1.2, 0.99
-MOST_LAUNCH = 0.02
+MAX_LAUNCH = 0.02
 LAUNCHES = 64  # latest ones that are remembered
 SLOWER = 12  # one launch in this many may take longer than expected
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
 PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
-MOST_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
+MAX_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
 PATIENCE = 1.0  # seconds; the longest wait for a mark
 
 
@@ -211,13 +211,13 @@ class Pacing:
 
     def _learn_launch(self, seconds: float, over: bool) -> None:
         """Learn from a launch that took this many seconds. `over`: the device has ended the step before."""
-        self._launches.append(min(seconds, MOST_LAUNCH))
+        self._launches.append(min(seconds, MAX_LAUNCH))
         self._launch = sorted(self._launches)[-1 - len(self._launches) // SLOWER]
         # A step that was followed at once tells nothing, but a margin that leaves no mark has to shrink all the same.
         late = self.stage is not None and over
         self.counters.late += late
         margin = self._margin * (RAISED if late else LOWERED)
-        self._margin = min(max(margin, MARGIN), MOST_MARGIN)
+        self._margin = min(max(margin, MARGIN), MAX_MARGIN)
 
     def _learn_left(self, step: PacedCompletion, end: float, latest: float) -> None:
         """Update the time after each mark; those of marks that were not seen in time change in proportion.
@@ -245,7 +245,7 @@ class Pacing:
         self.counters.missing += 1
         self._missing_in_a_row += 1
         self.stage = None
-        if self._missing_in_a_row == MOST_MISSING:
+        if self._missing_in_a_row == MAX_MISSING:
             self.left = [None] * self._marks
             self._log.warning(
                 "steps write no progress marks: each is launched before the previous one is read"

@@ -16,7 +16,7 @@ from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 RUNS = 3  # rounds over all sizes, after one that is not counted
 SMALLEST = 16
 CONTEXT_SHARE = 8  # one part in this many, the last, is new in the sequence that measures context
-MOST_SEQUENCE = 16_384  # tokens of that sequence
+MAX_SEQUENCE = 16_384  # tokens of that sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def measure_forwards(target: PrefillExtend, draft: PrefillDraft, node: MeasuredN
     times = dict(
         zip(sizes, _measure(target, draft, node, [node.batch(tokens) for tokens in sizes]), strict=True)
     )
-    sequence = min(node.longest, MOST_SEQUENCE)
+    sequence = min(node.longest, MAX_SEQUENCE)
     tokens = min(max(sequence // CONTEXT_SHARE, 1), largest)
     context = sequence - tokens
     if not context:

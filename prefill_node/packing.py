@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prefill_node.cost_curve import CostCurve
 
 # Prompts for which the cheapest division into forwards is searched, which takes time by the square of their number.
-MOST_DIVIDED = 64
+MAX_DIVIDED = 64
 
 
 class Waiting(NamedTuple):
@@ -29,7 +29,7 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
     """Return the forward after which the sum of the waits for first tokens is the lowest, for a queue in this order.
 
     Two prompts share a forward if that saves those after them more time than the first one loses by waiting for the
-    other: where a forward's time does not depend on its size, or where the queue is very long. At most MOST_DIVIDED
+    other: where a forward's time does not depend on its size, or where the queue is very long. At most MAX_DIVIDED
     prompts share one whole.
 
     Args:
@@ -38,7 +38,7 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
     """
     if not queue:
         return Share(0)
-    divided = queue[:MOST_DIVIDED]
+    divided = queue[:MAX_DIVIDED]
     whole = 1 if len(queue) == 1 else _whole(divided, curve, len(queue) - len(divided) + others)
     if whole == 1:
         after = 0 if passing is None else len(queue) - 1 + others

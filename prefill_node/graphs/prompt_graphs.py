@@ -25,7 +25,7 @@ from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import LoadedVisionPart
 from prefill_node.graphs.backends.choice import prompt_backend
-from prefill_node.graphs.backends.compiled_body import LEAST_TOKENS, CompiledBodies
+from prefill_node.graphs.backends.compiled_body import MIN_TOKENS, CompiledBodies
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
@@ -58,7 +58,7 @@ def prefill_graphs(
     unbroken = ShapeKey(few, max_batch) if few else BROKEN
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
     if decision.backend == PIECEWISE:  # one token replays as two tokens
-        buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))
+        buckets = tuple(dict.fromkeys(max(each, MIN_TOKENS) for each in buckets))
     spec = extend_spec(buckets, hidden, unbroken=unbroken)
     return NodeGraphs(PrefillExtend(runner, spec, backend, wanted.poisoned, unbroken), decision)
 

@@ -56,7 +56,7 @@ class Way(NamedTuple):
     name: str
     division: Division | None = None
     warps: int = 4
-    most_joined: int = key_parts.MOST_JOINED
+    most_joined: int = key_parts.MAX_JOINED
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Layer:
             return query.flatten(1).contiguous()
         rotary_kv_write_triton(qkv, *self.angles, self.norm, self.norm, EPS, *self.planes, self.slots)
         given, rest = (query, *self.planes, self.table, self.lengths), (LONGEST, None, DIM**-0.5)
-        key_parts.MOST_JOINED = way.most_joined
+        key_parts.MAX_JOINED = way.most_joined
         if self.new == 1:
             out = decode_triton(*given, *rest, division=way.division, num_warps=way.warps)
         else:

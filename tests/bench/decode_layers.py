@@ -37,7 +37,7 @@ from common.engine.ops.route import route_reference, route_triton
 from common.engine.ops.shared_memory import H200
 from common.engine.ops.sum_parts import sum_parts_rms_norm, sum_parts_rms_norm_reference
 from common.engine.ops.tiles import Tiles, choose_tiles, divide_depth
-from common.engine.ops.vector_products import MOST_ROWS, VectorTiles, choose_vectors, vector_linear_triton
+from common.engine.ops.vector_products import MAX_ROWS, VectorTiles, choose_vectors, vector_linear_triton
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
@@ -295,7 +295,7 @@ def variants(shape: Shape, rows: int) -> Iterator[tuple[str, Ways]]:
     for columns, depth, stages in ((32, 128, 4), (64, 128, 3), (64, 128, 4), (64, 64, 6)):
         for each in ("up", "down"):
             ways[each].append(ExpertTiles(columns, depth, room, 4, stages))
-    if rows <= MOST_ROWS:
+    if rows <= MAX_ROWS:
         yield "matrix units", units
         late = VectorTiles(4, 4, early=False)
         yield "weights loaded after the wait", replace(base, into=late, out=late)

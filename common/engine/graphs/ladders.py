@@ -18,9 +18,9 @@ PREFILL: Ladder = (
 )
 DECODE: Ladder = ((1, 2, 1), (4, 12, 4), (16, 256, 8), (272, 512, 16), (544, None, 32))
 IMAGES: Ladder = ((1, 4, 1), (6, None, 2))
-MOST_IMAGES = 8  # in a graph of the vision tower: for more, computing takes about as long as launching
+MAX_IMAGES = 8  # in a graph of the vision tower: for more, computing takes about as long as launching
 IMAGE_TOKENS: Ladder = ((16, 64, 16), (96, 256, 32), (320, None, 64))
-MOST_IMAGE_TOKENS = 1024  # for the same reason as MOST_IMAGES
+MAX_IMAGE_TOKENS = 1024  # for the same reason as MAX_IMAGES
 VERIFY: Ladder = ((1, 8, 1), (10, 32, 2), (40, 64, 4), (72, 256, 8), (272, None, 16))
 
 
@@ -51,12 +51,12 @@ def image_buckets(max_images: int) -> tuple[int, ...]:
     """Return the buckets of images of one size per forward of their tower, on a node that batches at most
     `max_images`.
     """
-    return climb(IMAGES, min(max_images, MOST_IMAGES))
+    return climb(IMAGES, min(max_images, MAX_IMAGES))
 
 
 def image_token_buckets() -> tuple[int, ...]:
     """Return the buckets of tokens of images of any size per forward of their tower."""
-    return climb(IMAGE_TOKENS, MOST_IMAGE_TOKENS)
+    return climb(IMAGE_TOKENS, MAX_IMAGE_TOKENS)
 
 
 def climb(ladder: Ladder, top: int) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 FEW = 16  # rows: the minimum of a tile of the matrix units
 FEW_TOKENS = 64  # for more, pairs are grouped by expert
 COLUMNS, NARROW = 64, 32  # output columns of a program
-STEP, LEAST_STEP = 128, 32  # depth of a step
-MOST_STAGES, FEW_STAGES = 4, 3
+STEP, MIN_STEP = 128, 32  # depth of a step
+MAX_STAGES, FEW_STAGES = 4, 3
 # Tiles of many tokens use these, as measured on an H200 (tests/bench/NOTES.md).
-LEAST_ROWS, MOST_ROWS = 32, 128
+MIN_ROWS, MAX_ROWS = 32, 128
 EXTRA, LARGE_EXTRA = 16, 32
 
 
@@ -39,7 +39,7 @@ class ExpertTiles(NamedTuple):
         tiles = self
         while tiles.shared_bytes(itemsize, gated) > shared and tiles.stages > 2:
             tiles = tiles._replace(stages=tiles.stages - 1)
-        if tiles.shared_bytes(itemsize, gated) <= shared or tiles.depth == LEAST_STEP:
+        if tiles.shared_bytes(itemsize, gated) <= shared or tiles.depth == MIN_STEP:
             return tiles
         return self._replace(depth=self.depth // 2).fitted(itemsize, gated, shared)
 
@@ -56,7 +56,7 @@ def choose_few(
     columns = COLUMNS if 2 * used * cdiv(size, COLUMNS) >= processors else NARROW
     rows = max(FEW, next_power_of_2(tokens))
     # The depth of a down product has few steps: three programs per multiprocessor are better than more stages.
-    stages = MOST_STAGES if gated or rows > FEW else FEW_STAGES
+    stages = MAX_STAGES if gated or rows > FEW else FEW_STAGES
     tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, stages)
     return tiles.fitted(itemsize, gated, shared // 2)
 
@@ -69,9 +69,9 @@ def choose_many(pairs: int, experts: int, itemsize: int, gated: bool, shared: in
     many rows, or one of some more, for which float32 has no room. The rows do not depend on `gated`: both products of
     an expert have the same tiles.
     """
-    rows = min(max(next_power_of_2(cdiv(pairs, experts)), LEAST_ROWS), MOST_ROWS)
-    large = rows == MOST_ROWS
+    rows = min(max(next_power_of_2(cdiv(pairs, experts)), MIN_ROWS), MAX_ROWS)
+    large = rows == MAX_ROWS
     columns = 2 * COLUMNS if large or not gated else COLUMNS
     extra = 0 if itemsize > 2 else LARGE_EXTRA if large else EXTRA
-    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if large else 4, MOST_STAGES, rows // 2, extra)
+    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if large else 4, MAX_STAGES, rows // 2, extra)
     return tiles.fitted(itemsize, gated, shared if large and gated else shared // 2)

@@ -39,7 +39,7 @@ from common.engine.ops.vector_products import (
 
 # As measured on an H200 with the shapes of Qwen3-30B-A3B and Qwen3.5-35B-A3B (tests/bench/NOTES.md).
 UP, DOWN = VectorTiles(1, 1), VectorTiles(2, 2)
-MOST_INNER = 512  # for 768, of which a power of two is a third idle, separate kernels are as fast
+MAX_INNER = 512  # for 768, of which a power of two is a third idle, separate kernels are as fast
 
 
 class ExpertChoice(NamedTuple):
@@ -280,7 +280,7 @@ def joins_experts(stream: Tensor, gate_up: Tensor) -> bool:
     """Return whether `add_experts` is faster than its steps for stream [T, H] and gate_up [E, 2 * I, H]."""
     _, wide, hidden = gate_up.shape
     one = stream.is_cuda and len(stream) == 1 and halves(stream, gate_up)
-    return one and hidden <= DEPTH and wide // 2 <= MOST_INNER
+    return one and hidden <= DEPTH and wide // 2 <= MAX_INNER
 
 
 def add_experts_reference(

@@ -21,8 +21,8 @@ from common.engine.ops.fp8_tiles import (
     COLUMNS,
     DEEP,
     GATED_STAGES,
-    LEAST_ROWS,
-    MOST_ROWS,
+    MAX_ROWS,
+    MIN_ROWS,
     SHARING,
     SUMMED,
     Fp8Tiles,
@@ -213,14 +213,14 @@ def fp8_grouped_triton(
 ) -> Tensor:
     """Return [P, I] by place for codes [T, H] if `gated`, else [P, H] by pair for codes [P, I] by place.
 
-    With up to LEAST_ROWS tokens, the place of a pair is its number.
+    With up to MIN_ROWS tokens, the place of a pair is its number.
 
     Args:
         row_scales: [rows of codes, 1], or with scales per block [rows of codes, groups], of any strides.
         stack: codes [E, 2 * I, H] or [E, H, I].
         scales: as `fp8_expert_parts` takes them.
         shares: [T, K] float32.
-        groups: the pairs in tiles of `tiles.rows`; for up to LEAST_ROWS tokens a tile per pair, with the experts as
+        groups: the pairs in tiles of `tiles.rows`; for up to MIN_ROWS tokens a tile per pair, with the experts as
             pairs.
     """
     count, width, depth = stack.shape
@@ -258,7 +258,7 @@ def fp8_grouped_triton(
             DECODED=decoded,
             BLOCKS=blocks,
             ROWS=tiles.rows,
-            FEW=len(shares) <= LEAST_ROWS,
+            FEW=len(shares) <= MIN_ROWS,
             ONE=len(shares) == 1,
             BLOCK_C=next_power_of_2(shares.shape[1]),
             FIELDS=FIELDS,
@@ -278,14 +278,14 @@ def choose_grouped_tiles(pairs: int, experts: int, gated: bool, blocks: bool, sh
 
     With scales per block, the partial sums of a larger tile need more registers than there are.
     """
-    rows = min(max(next_power_of_2(cdiv(pairs, experts)), LEAST_ROWS), MOST_ROWS)
-    large = rows == MOST_ROWS and not blocks
+    rows = min(max(next_power_of_2(cdiv(pairs, experts)), MIN_ROWS), MAX_ROWS)
+    large = rows == MAX_ROWS and not blocks
     tiles = Fp8Tiles(128 if large else 64, GROUP, 8 if large else 4, 4, rows)
     return tiles.fitting(shared if large else shared // 2, 2 if gated else 1)
 
 
 def sum_more_steps(tiles: Fp8Tiles, depth: int, gated: bool, shared: int) -> Fp8Tiles:
-    """Return tiles with one accumulator over at most SUMMED values, for scales per channel and LEAST_ROWS rows.
+    """Return tiles with one accumulator over at most SUMMED values, for scales per channel and MIN_ROWS rows.
 
     They are those given if the depth does not consist of whole sums of several steps.
     """
@@ -294,7 +294,7 @@ def sum_more_steps(tiles: Fp8Tiles, depth: int, gated: bool, shared: int) -> Fp8
     together = next(each for each in range(SUMMED // step, 0, -1) if depth % (each * step) == 0 or each == 1)
     if together == 1:
         return tiles
-    return Fp8Tiles(COLUMNS, step, 4, stages, LEAST_ROWS, together=together).fitting(shared // 2)
+    return Fp8Tiles(COLUMNS, step, 4, stages, MIN_ROWS, together=together).fitting(shared // 2)
 
 
 def fp8_expert_parts_triton(
@@ -319,11 +319,11 @@ def fp8_expert_parts_triton(
     up_tiles, down_tiles = (
         choose_grouped_tiles(experts.numel(), count, gated, blocks, shared) for gated in (True, False)
     )
-    if 1 < tokens <= LEAST_ROWS and not blocks:
+    if 1 < tokens <= MIN_ROWS and not blocks:
         up_tiles = sum_more_steps(up_tiles, x.shape[1], True, shared)
         down_tiles = sum_more_steps(down_tiles, down.shape[2], False, shared)
     groups = PairGroups(experts.view(-1), experts.view(-1, 1))
-    if tokens > LEAST_ROWS:
+    if tokens > MIN_ROWS:
         groups = group_pairs_triton(experts.view(-1), count, up_tiles.rows)
     rest = shares, groups
     inner = fp8_grouped_triton(*quantized(x, 0), gate_up, gate_up_scales, *rest, True, up_tiles, x.dtype)

@@ -8,8 +8,8 @@ from common.engine.ops.fp8_codes import GROUP
 from common.engine.ops.shared_memory import BARRIER_BYTES, H200
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
-LEAST_ROWS = 16  # of a tile of the matrix units
-MOST_ROWS = 128  # of a tile
+MIN_ROWS = 16  # of a tile of the matrix units
+MAX_ROWS = 128  # of a tile
 COLUMNS = 64  # output columns of a program of four warps
 # Steps in flight: of the only program of a multiprocessor, and of each of two.
 ALONE, SHARING = 8, 4
@@ -17,7 +17,7 @@ ENOUGH = 3  # steps in flight below which programs do not share
 # Programs per multiprocessor among which a product's depth is divided, with scales per channel and per block.
 CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
 # Values of a row and a column that the matrix units add up before float32 takes over, with scales per channel. Of 512
-# values of one sign they lose 0.7 %, of 128 0.08 %. Products without an activation gain nothing from it with LEAST_ROWS
+# values of one sign they lose 0.7 %, of 128 0.08 %. Products without an activation gain nothing from it with MIN_ROWS
 # rows and fewer, except those of experts (`fp8_grouped`).
 SUMMED = 512
 # Rows up to which a gated product with one accumulator is faster than one with two, and its steps in flight.
@@ -35,7 +35,7 @@ class Fp8Tiles(NamedTuple):
     depth: int  # of a step
     warps: int
     stages: int  # steps in flight
-    rows: int = LEAST_ROWS  # of x per program
+    rows: int = MIN_ROWS  # of x per program
     parts: int = 1  # of the depth, one program each
     bulk: bool = False  # use bulk copies where the GPU has them
     together: int = 1  # steps that the matrix units add up before float32 takes over
@@ -71,7 +71,7 @@ def choose_fp8_tiles(
         blocks: the weight has scales per block, so that a step has the depth of one.
         shared: bytes that a program may use, nearly all of a multiprocessor's.
     """
-    alone = not blocks and cdiv(size, COLUMNS) * cdiv(rows, MOST_ROWS) <= processors
+    alone = not blocks and cdiv(size, COLUMNS) * cdiv(rows, MAX_ROWS) <= processors
     return _tiles(rows, alone, shared, summed=GROUP if blocks else SUMMED)
 
 
@@ -87,7 +87,7 @@ def choose_fp8_gated_tiles(
     """
     if library_is_faster(rows, blocks):
         return None
-    two = _tiles(rows, rows <= LEAST_ROWS and not blocks, shared, matrices=2)
+    two = _tiles(rows, rows <= MIN_ROWS and not blocks, shared, matrices=2)
     if rows > GATED_ROWS or blocks or depth % SUMMED != 0:
         return two
     programs = cdiv(size // 2, COLUMNS)
@@ -124,9 +124,9 @@ def _tiles(rows: int, alone: bool, shared: int, matrices: int = 1, summed: int =
     Args:
         summed: values that the matrix units may add up.
     """
-    room = max(LEAST_ROWS, min(next_power_of_2(rows), MOST_ROWS))
-    several = room > LEAST_ROWS and summed > GROUP
-    tiles = Fp8Tiles(COLUMNS, GROUP, 4, SHARING, room, bulk=room > LEAST_ROWS)
+    room = max(MIN_ROWS, min(next_power_of_2(rows), MAX_ROWS))
+    several = room > MIN_ROWS and summed > GROUP
+    tiles = Fp8Tiles(COLUMNS, GROUP, 4, SHARING, room, bulk=room > MIN_ROWS)
     if several:
         tiles = tiles._replace(together=summed // GROUP)
     shares = tiles.fitting(shared // 2, matrices)

@@ -26,7 +26,7 @@ from common.engine.ops.triton_kernel import (
 from common.engine.ops.vector_products import load_rows
 
 # Sizes that were measured on an H200 (tests/bench/NOTES.md); with a depth of 14,336 the matrix units are faster.
-LEAST_SIZE, LEAST_DEPTH, MOST_DEPTH = 2048, 2048, 4096
+MIN_SIZE, MIN_DEPTH, MAX_DEPTH = 2048, 2048, 4096
 WIDE = 6144  # output columns from which a program computes fewer of them
 
 
@@ -43,7 +43,7 @@ def choose_fp8_vectors(rows: int, size: int, depth: int, gated: bool = False) ->
     Args:
         gated: the weight has gates and up projections, of which a program multiplies equally many.
     """
-    if rows != 1 or size < LEAST_SIZE or not LEAST_DEPTH <= depth <= MOST_DEPTH:
+    if rows != 1 or size < MIN_SIZE or not MIN_DEPTH <= depth <= MAX_DEPTH:
         return None
     vectors = Fp8Vectors(2 if size >= WIDE else 4, 4)
     return None if gated and (size // 2) % vectors.columns else vectors

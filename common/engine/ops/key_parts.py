@@ -31,8 +31,8 @@ PROGRAMS_PER_PROCESSOR = 3
 # Over pages in eight bits, for fewer programs than the first number: programs per processor, keys per step, stages.
 EIGHT_BITS_DIVISIONS = ((16, 2, 64, 5), (64, 2, 64, 4), (256, 3, 64, 5), (397, 1, 128, 3))
 SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
-MOST_JOINED = 48  # rows of a tile times parts that its last program adds up
-ROWS_TOGETHER, MOST_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
+MAX_JOINED = 48  # rows of a tile times parts that its last program adds up
+ROWS_TOGETHER, MAX_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
 SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block
 MAX_TILES = 4096  # whose programs can be counted
 LOG2_E = 1.4426950408889634
@@ -47,7 +47,7 @@ class Division(NamedTuple):
 
     def is_joined(self, rows: int) -> bool:
         """Return whether the last program of a tile of `rows` rows adds up its parts."""
-        return 1 < self.splits <= MOST_JOINED // rows
+        return 1 < self.splits <= MAX_JOINED // rows
 
 
 def choose_division(programs: int, rows: int, max_keys: int, head_bytes: int, processors: int) -> Division:
@@ -263,7 +263,7 @@ class KeyParts:
             "JOINED": self._joined,
             "GRANULE": GRANULE,
             "LIVE_ROWS": live_rows,
-            "TOGETHER": max(1, min(MOST_TOGETHER, ROWS_TOGETHER // live_rows)) if self._joined else 1,
+            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if self._joined else 1,
         }
 
     def combine(self) -> None:

@@ -52,7 +52,7 @@ PLACE_BYTES = ROW_BYTES // DATA_BYTES * WORD_BYTES
 # (tests/bench/NOTES.md), so ranks that wait for one another would hold each other up if programs looked often.
 POLLS_PER_LOOK = 1 << 14
 GATHERED = torch.int32  # what rows are copied as
-LEAST_WORDS = 128  # of a copied row; more rows than are needed only add programs
+MIN_WORDS = 128  # of a copied row; more rows than are needed only add programs
 
 
 def peer_bytes(ranks: int) -> int:
@@ -377,7 +377,7 @@ def _gather(words: Tensor, memory: RankMemories) -> Tensor:
     """Return [ranks, n] of the words [n] of all ranks, which `memory` holds."""
     count, ranks = len(words), len(memory.addresses)
     out = words.new_empty(ranks, count)
-    block = max(next_power_of_2(-(-count // MAX_ROWS)), LEAST_WORDS)
+    block = max(next_power_of_2(-(-count // MAX_ROWS)), MIN_WORDS)
     _peer_gather_kernel[(-(-count // block),)](
         words,
         out,

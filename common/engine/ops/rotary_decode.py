@@ -28,7 +28,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 # As measured on an H200 (tests/bench/NOTES.md): for more requests two launches are faster.
-MOST_REQUESTS = 1
+MAX_REQUESTS = 1
 BLOCK_KEYS, WARPS, STAGES = 64, 8, 2
 
 
@@ -45,7 +45,7 @@ class NewTokens(NamedTuple):
 
 def joins_rotation(qkv: Tensor) -> bool:
     """Return whether one launch computes a step with qkv [B, heads + 2 * kv_heads, D] faster than two."""
-    return qkv.is_cuda and qkv.shape[0] <= MOST_REQUESTS
+    return qkv.is_cuda and qkv.shape[0] <= MAX_REQUESTS
 
 
 def rotary_decode_reference(

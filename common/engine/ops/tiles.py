@@ -15,8 +15,8 @@ FEW = 16  # rows: the minimum of a tile of the matrix units
 MOST = 128  # rows: for more, the library is as fast
 COLUMNS = 64  # output columns that a program of four warps multiplies at once
 STEP = 128  # depth of a step
-MOST_PARTS = 8
-LEAST_STEP = 64  # depth: 128 bytes of a row
+MAX_PARTS = 8
+MIN_STEP = 64  # depth: 128 bytes of a row
 # Maximum steps in flight: of the only program of a multiprocessor, and of one that shares it.
 ALONE, SHARING = 6, 4
 ENOUGH = 3  # steps in flight below which shorter steps are used
@@ -50,7 +50,7 @@ class Tiles(NamedTuple):
         stages = min(most, (shared - BARRIER_BYTES) // self.step_bytes(matrices))
         if stages >= ENOUGH:
             return self._replace(stages=stages)
-        if self.depth == LEAST_STEP:
+        if self.depth == MIN_STEP:
             return None
         return self._replace(depth=self.depth // 2).with_stages(most, shared, matrices)
 
@@ -90,7 +90,7 @@ def divide_depth(
     programs, steps = cdiv(size, COLUMNS), cdiv(depth, STEP)
     if rows > MOST or steps < 16 or 3 * programs >= 2 * processors:
         return None
-    wanted = max(min(processors // programs, MOST_PARTS), 2)
+    wanted = max(min(processors // programs, MAX_PARTS), 2)
     parts = cdiv(steps, cdiv(steps, wanted))  # each has at least one step
     tiles = _if_busy(
         _fitting(rows, programs * parts, processors, shared), programs * parts, processors, shared

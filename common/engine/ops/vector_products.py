@@ -21,7 +21,7 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-MOST_ROWS = 4  # the most rows that the kernel takes
+MAX_ROWS = 4  # the most rows that the kernel takes
 DEPTH, DEEP = 2048, 4096  # elements of a row of the weight
 COLUMNS = 16384
 FEW_COLUMNS = 2048
@@ -114,7 +114,7 @@ def vector_linear_triton(
     dtype: torch.dtype | None = None,
     leads: bool = False,
 ) -> Tensor:
-    """Return [..., out] in `dtype` (None: that of x) for x [..., in] of at most MOST_ROWS rows.
+    """Return [..., out] in `dtype` (None: that of x) for x [..., in] of at most MAX_ROWS rows.
 
     The weight must not be written by a kernel that may still run.
 
@@ -123,7 +123,7 @@ def vector_linear_triton(
     """
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
-    assert rows.shape[0] <= MOST_ROWS, f"{rows.shape[0]} rows"
+    assert rows.shape[0] <= MAX_ROWS, f"{rows.shape[0]} rows"
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"

@@ -30,7 +30,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: with more, the keys are read once more
-MOST_BITS = 64
+MAX_BITS = 64
 
 
 def verify_reference(
@@ -353,7 +353,7 @@ def verify_triton(
     sizes = division.keys, division.stages, head_dim, query.element_size()
     rows, block_keys = cut_attention(rows, *sizes, room_of(query.device))
     splits, tiles = division.splits, cdiv(all_rows, rows)
-    bits = window is None and width <= MOST_BITS
+    bits = window is None and width <= MAX_BITS
     parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, out)
     _verify_kernel[(kv_heads * tiles, splits, batch)](
         *(query, key_plane, value_plane, page_table, seq_lens, tree_mask, out, *parts.arguments, new, width),
@@ -370,7 +370,7 @@ def verify_triton(
         ROWS=rows,
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         BLOCK_N=block_keys,
-        BLOCK_W=min(max(next_power_of_2(width), 16), MOST_BITS, MOST_BITS if bits else block_keys),
+        BLOCK_W=min(max(next_power_of_2(width), 16), MAX_BITS, MAX_BITS if bits else block_keys),
         **parts.constants,
         num_warps=num_warps,
         num_stages=division.stages,

@@ -25,7 +25,7 @@ from prefill_node.graphs.backends.split_body import LiveAttention, MarkedAttenti
 
 EAGER, INDUCTOR = "eager", "inductor"
 PACKAGE = __name__.partition(".")[0]
-LEAST_TOKENS = 2  # a trace treats a size of 1 as a constant
+MIN_TOKENS = 2  # a trace treats a size of 1 as a constant
 
 
 def missing_compiler(compiler: str, device: torch.device) -> str:
@@ -98,8 +98,8 @@ class CompiledBody:
         tokens = len(positions)
         if self._error:
             raise CaptureError(self._error)
-        if tokens < LEAST_TOKENS:
-            raise CaptureError(f"a compiled body takes {LEAST_TOKENS} tokens or more, not {tokens}")
+        if tokens < MIN_TOKENS:
+            raise CaptureError(f"a compiled body takes {MIN_TOKENS} tokens or more, not {tokens}")
         self._live.backend = attention
         try:
             if self._graph is None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from common.observability.logs import Log
-from decode_node.pacing import LAUNCHES, MOST_MISSING, PATIENCE, SLOWER, PacedCompletion, Pacing
+from decode_node.pacing import LAUNCHES, MAX_MISSING, PATIENCE, SLOWER, PacedCompletion, Pacing
 from decode_node.step_result import StepResult
 
 MS = 0.001
@@ -236,8 +236,8 @@ def test_steps_without_marks_are_counted_and_followed_at_once() -> None:
     loop = _Loop()
     loop.steps(20)
     loop.device.marked = False
-    loop.steps(MOST_MISSING + 3)
-    assert loop.pacing.counters.missing >= MOST_MISSING
+    loop.steps(MAX_MISSING + 3)
+    assert loop.pacing.counters.missing >= MAX_MISSING
     assert loop.pacing.stage is None
     assert loop.left[-1] > 7 * MS
 

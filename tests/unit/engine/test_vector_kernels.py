@@ -10,7 +10,7 @@ from common.engine.ops.expert_products import expert_parts_reference
 from common.engine.ops.expert_vectors import pair_vectors_triton
 from common.engine.ops.route import route_reference, route_triton
 from common.engine.ops.triton_kernel import tl
-from common.engine.ops.vector_products import MOST_ROWS, VectorTiles, choose_vectors, vector_linear_triton
+from common.engine.ops.vector_products import MAX_ROWS, VectorTiles, choose_vectors, vector_linear_triton
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -35,8 +35,8 @@ def test_linear(early: bool, bias: bool, rows: int, size: int, depth: int) -> No
 
 def test_a_launcher_checks_its_arguments() -> None:
     weight = torch.randn(8, 16)
-    with pytest.raises(AssertionError, match=f"{MOST_ROWS + 1} rows"):
-        vector_linear_triton(torch.randn(MOST_ROWS + 1, 16), weight, None, VectorTiles(4, 4))
+    with pytest.raises(AssertionError, match=f"{MAX_ROWS + 1} rows"):
+        vector_linear_triton(torch.randn(MAX_ROWS + 1, 16), weight, None, VectorTiles(4, 4))
     with pytest.raises(AssertionError, match="contiguous"):
         vector_linear_triton(torch.randn(1, 8), weight[:, :8], None, VectorTiles(4, 4))
 

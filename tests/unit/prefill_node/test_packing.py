@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.engine.graphs.ladders import prefill_token_buckets
 from prefill_node.cost_curve import CostCurve
-from prefill_node.packing import MOST_DIVIDED, Share, Waiting, share
+from prefill_node.packing import MAX_DIVIDED, Share, Waiting, share
 
 H200 = CostCurve(prefill_token_buckets(8192), {64: 5.3, 512: 13.4, 1024: 25.0, 2048: 49.6, 8192: 221.0})
 
@@ -91,9 +91,9 @@ class Counting(CostCurve):
 def test_the_work_of_a_plan_does_not_grow_with_the_queue() -> None:
     curve = Counting(H200.sizes, {size: H200.ms(size) for size in H200.sizes})
     asked = []
-    for count in (MOST_DIVIDED + 1, 1024):
+    for count in (MAX_DIVIDED + 1, 1024):
         curve.asked = 0
         shared = share(queue_of(*[16] * count), curve)
         asked.append(curve.asked)
-        assert shared == share(queue_of(*[16] * (MOST_DIVIDED + 1)), H200, count - MOST_DIVIDED - 1)
+        assert shared == share(queue_of(*[16] * (MAX_DIVIDED + 1)), H200, count - MAX_DIVIDED - 1)
     assert asked[1] <= 2 * asked[0]
