@@ -22,13 +22,13 @@ LEAST = 0.25  # share of first drafts that a working head gets accepted
 class DraftWatch(Protocol):
     """Checks the accept counters after every step."""
 
-    def look(self, counters: AcceptCounters) -> None: ...
+    def check(self, counters: AcceptCounters) -> None: ...
 
 
 class NoWatch:
     """Checks nothing: without a draft model, few accepted drafts are not a fault, because texts may not repeat."""
 
-    def look(self, counters: AcceptCounters) -> None:
+    def check(self, counters: AcceptCounters) -> None:
         pass
 
 
@@ -40,7 +40,7 @@ class FirstDraftWatch:
         self._log = log
         self._said = False
 
-    def look(self, counters: AcceptCounters) -> None:
+    def check(self, counters: AcceptCounters) -> None:
         if self._said or counters.drafts < ENOUGH:
             return
         accepted = counters.accepted_at[0] if counters.accepted_at else 0

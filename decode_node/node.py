@@ -176,7 +176,7 @@ class DecodeNode:
         for router, own in runs.items():
             router.send(Tokens(runs=own))
         self._report.step_read(now)
-        self._drafts.look(self._report.speculation)
+        self._drafts.check(self._report.speculation)
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()

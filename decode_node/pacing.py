@@ -26,7 +26,7 @@ MAX_LAUNCH = 0.02
 LAUNCHES = 64  # latest ones that are remembered
 SLOWER = 12  # one launch in this many may take longer than expected
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
-PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
+PRECISE = 0.0004  # seconds between two reads of the count; times of marks between others are not taken
 MAX_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
 PATIENCE = 1.0  # seconds; the longest wait for a mark
 
@@ -63,8 +63,8 @@ class PacedCompletion:
     first: int  # count before the first mark of this step
     launched: float
     seen: list[float] = field(default_factory=list)  # when each mark was seen; 0: too late to tell
-    looked: float = 0.0
-    interval: float = 0.0  # between the last two looks
+    read_at: float = 0.0  # when the marks were last read
+    interval: float = 0.0  # between the last two reads of the marks
     running: float = 0.0  # when it was last seen to run
     over: float = 0.0  # when it was first seen to have ended; 0: never before the wait for it
     ended: bool = False
@@ -76,15 +76,15 @@ class PacedCompletion:
         return self.inner.ready()
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        self.inner.wait(None if meanwhile is None else lambda: self._look_and(meanwhile))
+        self.inner.wait(None if meanwhile is None else lambda: self._poll_and(meanwhile))
         self.pacing.end(self)
 
-    def _look_and(self, meanwhile: Callable[[], None]) -> None:
-        self.pacing.look(self)
-        self.running = self.looked
+    def _poll_and(self, meanwhile: Callable[[], None]) -> None:
+        self.pacing.read_marks(self)
+        self.running = self.read_at
         meanwhile()
 
-    def look_at_end(self, now: float) -> bool:
+    def check_end(self, now: float) -> bool:
         """Return whether the step has ended, and note it."""
         ready = self.inner.ready()
         if not ready:
@@ -106,7 +106,7 @@ class PacedStep:
 
 
 def _between(before: float, after: float) -> float:
-    """Return when something happened between two looks; 0 if they are too far apart to tell."""
+    """Return when something happened between two reads; 0 if they are too far apart to tell."""
     return (before + after) / 2 if after - before <= PRECISE else 0.0
 
 
@@ -136,13 +136,13 @@ class Pacing:
         due, self._due_at = self._due_at, None
         before, now = self._newest, self._clock()
         if due is not None and before is not None and not before.ended:
-            self._learn_launch(now - due, before.look_at_end(now))
+            self._learn_launch(now - due, before.check_end(now))
 
     def paced(self, launched: Launched) -> Launched:
         """Return a step that has just been launched with a paced completion."""
         now = self._clock()
         if self._newest is not None and not self._newest.ended:
-            self._newest.look_at_end(now)
+            self._newest.check_end(now)
         self.counters.steps += 1
         first, self._count = self._count, self._count + self._marks
         self._newest = PacedCompletion(self, launched.completion, first, now)
@@ -155,10 +155,10 @@ class Pacing:
 
     def due(self, step: PacedCompletion) -> bool:
         """Return whether the step after this one has to be launched now."""
-        self.look(step)
-        if self._early(step) and step.looked - step.launched < PATIENCE:
+        self.read_marks(step)
+        if self._early(step) and step.read_at - step.launched < PATIENCE:
             return False
-        self._due_at = step.looked
+        self._due_at = step.read_at
         return True
 
     def _early(self, step: PacedCompletion) -> bool:
@@ -170,17 +170,17 @@ class Pacing:
         seen, left = step.seen[self.stage], self.left[self.stage]
         if not seen or left is None:
             return False  # the mark was seen too late to tell how much of the time after it is over
-        # The next look must not come too late.
-        return step.looked - seen + step.interval < left - self._launch - self._margin
+        # The next read must not come too late.
+        return step.read_at - seen + step.interval < left - self._launch - self._margin
 
-    def look(self, step: PacedCompletion) -> None:
-        """Note the marks that the step has passed since the last look."""
+    def read_marks(self, step: PacedCompletion) -> None:
+        """Note the marks that the step has passed since the last call."""
         now, passed = self._clock(), min(self._mark.value - step.first, self._marks)
         if passed > len(step.seen):
-            before = max(step.looked, step.launched)
+            before = max(step.read_at, step.launched)
             at = _between(before, now)
             step.seen += [0.0] * (passed - len(step.seen) - 1) + [at]
-        step.interval, step.looked = now - step.looked, now
+        step.interval, step.read_at = now - step.read_at, now
 
     def end(self, step: PacedCompletion) -> None:
         """Learn from a step that has ended, and choose the mark for the next."""

@@ -140,7 +140,7 @@ class CudaIpcSender(LayerEndpoint):
         if not peer.attached:
             return
         for posted in list(peer.open):
-            posted.look(wait=True)
+            posted.poll(wait=True)
         try:
             peer.layers.mark().wait()  # layers of a forward that is being launched have no ticket yet
         except RuntimeError as error:
@@ -212,12 +212,12 @@ class CudaIpcSender(LayerEndpoint):
 
     def poll(self, ticket: Ticket) -> WriteState:
         assert isinstance(ticket, LaneTicket)
-        return ticket.look()
+        return ticket.poll()
 
     def progress(self, peer: PeerMemory) -> int:
         assert isinstance(peer, Mapped)
         for posted in list(peer.open):
-            posted.look()
+            posted.poll()
         return peer.moved
 
     def last_error(self, peer: PeerMemory) -> str:

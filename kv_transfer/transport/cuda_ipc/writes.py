@@ -84,7 +84,7 @@ class LaneTicket(Ticket):
             peer.last_error = f"{fault}; {fatal}"
             return cls.settled(peer, nbytes, WriteState.FAILED)
 
-    def look(self, wait: bool = False) -> WriteState:
+    def poll(self, wait: bool = False) -> WriteState:
         """Settle the ticket if it can be settled and return its state; with `wait`, wait until it can."""
         if self.mark is None:
             return self.state

@@ -34,19 +34,19 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
 def test_too_few_accepted_first_drafts_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """A wrong convention of aux layers shows as low acceptance at position 0."""
     watch = FirstDraftWatch("such causes", Log("test"))
-    watch.look(counted(ENOUGH - 1, 0))  # a short load says nothing
+    watch.check(counted(ENOUGH - 1, 0))  # a short load says nothing
     assert not warnings(caplog)
     for rounds in (ENOUGH, ENOUGH + 1):
-        watch.look(counted(rounds, 10))
+        watch.check(counted(rounds, 10))
     (said,) = warnings(caplog)
     assert (said["rounds"], said["accepted"], said["causes"]) == (ENOUGH, 10, "such causes")
 
 
 def test_a_draft_that_is_often_right_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     watch = FirstDraftWatch("", Log("test"))
-    watch.look(counted(ENOUGH, int(LEAST * ENOUGH)))
+    watch.check(counted(ENOUGH, int(LEAST * ENOUGH)))
     assert not warnings(caplog)
-    watch.look(counted(2 * ENOUGH, 0))  # no draft was ever accepted, so no position has been counted
+    watch.check(counted(2 * ENOUGH, 0))  # no draft was ever accepted, so no position has been counted
     assert len(warnings(caplog)) == 1
 
 

@@ -142,7 +142,7 @@ def test_the_end_of_a_step_is_when_it_was_first_seen_to_be_over() -> None:
     [completion], end = loop.unread, loop.device.end
     for seconds, over in ((-0.1 * MS, False), (0.1 * MS, True), (4 * MS, True)):
         loop.device.now = end + seconds
-        assert completion.look_at_end(loop.device.now) is over
+        assert completion.check_end(loop.device.now) is over
     assert (completion.running, completion.over) == (end - 0.1 * MS, end + 0.1 * MS)
 
 
