@@ -56,20 +56,17 @@ class Assembly:
 def prompt_step(computation: Computation) -> PrefillStep:
     """Compose the step that executes the plans of a node on one device; ranks that have no scheduler need only this."""
     parts, forwards = computation, computation.forwards
-    page_size, device = forwards.layout.page_size, forwards.runner.pool.device
-    step = PrefillStep(
+    model = forwards.runner.model
+    return PrefillStep(
         forwards.target.forward,
         forwards.vision.embeds,
         forwards.draft,
         parts.adjustments,
         parts.rotary,
-        page_size,
-        device,
+        forwards.layout.page_size,
         parts.completion,
+        PromptScorer(model.compute_logits, model.config.vocab_size),
     )
-    model = forwards.runner.model
-    step.score_with(PromptScorer(model.compute_logits, model.config.vocab_size))
-    return step
 
 
 def assemble(

@@ -71,23 +71,24 @@ class PrefillStep:
         adjustments: AdjustmentRows,
         rotary: RotaryPlaces,
         page_size: int,
-        device: torch.device,
         completion: Callable[[], Completion],
+        scorer: PromptScorer | None = None,
     ) -> None:
-        """`adjustments` has a row for every prompt of a batch and keeps nothing between batches."""
+        """Run on the device of `adjustments`.
+
+        Args:
+            adjustments: has a row for every prompt of a batch and keeps nothing between batches.
+            scorer: for plans that have chunks to score.
+        """
         self._forward = forward
         self._embeds = embeds
         self._draft = draft
         self._adjustments = adjustments
         self._rotary = rotary
         self._page_size = page_size
-        self._device = device
+        self._device = device = adjustments.free_at.device
         self._completion = completion
         self._start_watch = stopwatch_for(device)
-        self._scorer: PromptScorer | None = None
-
-    def score_with(self, scorer: PromptScorer) -> None:
-        """Serve plans that have chunks to score."""
         self._scorer = scorer
 
     def forget(self, keys: Sequence[int]) -> None:

@@ -140,7 +140,7 @@ class Engine:
         draft: PrefillDraft = EaglePrefill(self._draft_prefill) if drafting else NoDraft()
         adjustments = AdjustmentRows.allocate(len(prompts), self.runner.model.config.vocab_size, self.device)
         completion = completion_for(self.device, False)
-        rest = adjustments, OneAxis(), PAGE, self.device, completion
+        rest = adjustments, OneAxis(), PAGE, completion
         step = PrefillStep(self.runner, TextEmbeds(), draft, *rest)
         greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prefills, started = [], []

@@ -183,7 +183,7 @@ class PrefillSteps:
         self.told = node_graphs.report(graphs)
         self._device = device = runner.pool.device
         adjustments = AdjustmentRows.allocate(1, runner.model.config.vocab_size, device)
-        rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
+        rest = adjustments, OneAxis(), PAGE, completion_for(device, one_behind=False)
         self._step = PrefillStep(graphs.forward, embeds or TextEmbeds(), NoDraft(), *rest)
         self._space = PageSpace(
             PAGE, runner.pool.num_pages, NoPrefixCache(), num_slots=runner.pool.layout.num_slots

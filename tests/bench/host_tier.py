@@ -117,7 +117,7 @@ class Node:
         vocab_size = runner.model.config.vocab_size
         rows = AdjustmentRows.allocate(1, vocab_size, device)
         self._step = PrefillStep(
-            captured.forward, TextEmbeds(), NoDraft(), rows, OneAxis(), PAGE, device, self._completion
+            captured.forward, TextEmbeds(), NoDraft(), rows, OneAxis(), PAGE, self._completion
         )
         self._generation = 0
         self.serve_with(0)

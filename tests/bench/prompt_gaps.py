@@ -68,7 +68,7 @@ class Prompts:
         node_graphs.capture(made, LOG)
         self.forward, self.device = made.forward, runner.pool.device
         self._vocab = runner.model.config.vocab_size
-        rest = AdjustmentRows.allocate(64, self._vocab, self.device), OneAxis(), PAGE, self.device
+        rest = AdjustmentRows.allocate(64, self._vocab, self.device), OneAxis(), PAGE
         completion = completion_for(self.device, one_behind=False)
         self.step = PrefillStep(made.forward, TextEmbeds(), NoDraft(), *rest, completion)
         slots = runner.pool.layout.num_slots
