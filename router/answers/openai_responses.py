@@ -30,6 +30,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    image_tokens: int = 0  # placeholders of images in the prompts
     reasoning_tokens: int | None = None  # see `Format.reasoning_tokens`; known at the end of the answer
 
     def report(self) -> dict[str, Any]:
@@ -39,6 +40,8 @@ class Usage(msgspec.Struct):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.image_tokens:
+            found["prompt_tokens_details"]["image_tokens"] = self.image_tokens
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return found

@@ -46,7 +46,6 @@ class ResponsesForm:
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
-            "truncation": "disabled",
             **task.shown,
         }
 
@@ -111,6 +110,7 @@ class ResponsesForm:
         return {
             **self._fields,
             "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
             "incomplete_details": incomplete,
             "output": output,

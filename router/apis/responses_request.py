@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ NAMES = {
     "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.function": "tool_choice",
     "tools[].function": "tools[]",
+    "truncate_prompt_tokens": "truncation",
 }
 # Fields that have the same name and meaning in chats.
 SAME = (
@@ -133,6 +134,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     metadata: Any = None  # labels, which the answer repeats
     include: list[str] | None = None  # see _LOGPROBS and _NOT_IN_ANSWERS
     top_logprobs: int | None = None  # counts only if log-probabilities are included, as in vLLM
+    truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: int | None = None  # a limit of calls of OpenAI's own tools, which are refused
     # as in chats
     seed: int | None = None
@@ -149,7 +151,6 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
-    truncation: Any = None
     enable_response_messages: Any = None
     previous_input_messages: Any = None
 
@@ -159,7 +160,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "truncation": ("disabled",),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
 }
@@ -218,6 +218,8 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
         "reasoning_effort": request.reasoning and request.reasoning.effort,
         "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
+        # as in vLLM: the beginning of a prompt that is too long is cut off
+        "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
     }
     if _LOGPROBS in included:
         fields |= {"logprobs": True, "top_logprobs": top}
@@ -339,6 +341,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
         "tools": tools,
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
     }
 
 

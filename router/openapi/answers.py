@@ -34,8 +34,9 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
+    image_tokens: int | None = None
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +47,7 @@ class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokens
     completion_tokens_details: ReasoningTokens | None = None
 
 

@@ -273,6 +273,8 @@ class OpenAiRoutes:
             asked = choice.request
             if asked.share.counted:
                 usage.prompt_tokens += len(asked.token_ids)
+                if asked.images:
+                    usage.image_tokens += sum(image.span.length for image in asked.images)
             if asked.states is not None:
                 states.append(asked.states)
         if not states:

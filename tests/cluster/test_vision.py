@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TARGET, DRAFT = MODEL.parent / "tiny-vision", MODEL.parent / "tiny-vision-eagle3"
 STEPS = 5
+IMAGE_TOKEN = json.loads((TARGET / "config.json").read_text())["image_token_index"]
 EAGLE3 = {"algorithm": "eagle3", "draft_model_path": str(DRAFT), "steps": STEPS}
 CASES: dict[str, dict[str, Any]] = {
     "plain-tcp-chunk5-page1": {
@@ -93,6 +94,8 @@ async def test_the_answers_are_those_of_transformers(
         for reply, answer in zip(replies, answers, strict=True):
             assert said(answer) == reply.text.removesuffix("<|end|>"), reply.question.text
             assert answer["usage"]["prompt_tokens"] == len(reply.asked)
+            details = answer["usage"]["prompt_tokens_details"]
+            assert details.get("image_tokens", 0) == [*reply.asked].count(IMAGE_TOKEN)
         again = await ask(client, replies[0].question)
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert said(again) == replies[0].text.removesuffix("<|end|>")

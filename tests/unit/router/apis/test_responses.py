@@ -66,6 +66,7 @@ async def test_a_text(rig: Rig) -> None:
     assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "tiny-target")
     assert (answer["store"], answer["max_output_tokens"], answer["instructions"]) == (False, 9, "Be brief.")
     assert answer["metadata"] == {"a": "b"}
+    assert answer["created_at"] <= answer["completed_at"]
     # the stop token yields no text
     text = rig.tokenizer.decode(HELLO[:2], True)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -90,6 +91,18 @@ async def test_a_text(rig: Rig) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert list(asked.token_ids) == await prompt_of(rig, messages)
     assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 3)
+
+
+async def test_the_beginning_of_a_prompt_that_is_too_long_is_cut_off(rig: Rig) -> None:
+    """As in vLLM."""
+    rig.generator.will(*one_by_one(HELLO))
+    whole = await prompt_of(rig, [{"role": "user", "content": "one two " * 4096}])
+    body = {"input": "one two " * 4096, "max_output_tokens": 96}
+    status, answer, _ = await rig.post(PATH, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer, _ = await rig.post(PATH, body | {"truncation": "auto"})
+    assert (status, answer["truncation"]) == (200, "auto")
+    assert list(rig.generator.requests[-1].token_ids) == whole[-4000:]
 
 
 async def test_labels_of_any_form_change_nothing_but_the_answer(rig: Rig) -> None:
@@ -230,7 +243,7 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x", "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "conversation": "c"}, "conversation"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "truncation": "left"}, "truncation"),
         ({"input": "x", "enable_response_messages": True}, "enable_response_messages"),
         ({"input": "x", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"input": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),

@@ -135,7 +135,7 @@ RESPONSES = {
     "tool_choice": served("none", tools=[FUNCTION]),
     "tools": served([FUNCTION]),
     "top_logprobs": served(2, include=["message.output_text.logprobs"]),
-    "truncation": refused("auto"),
+    "truncation": served("auto"),
 }
 APIS = {"chat.completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
 PLAIN: dict[str, dict[str, Any]] = {
