@@ -26,7 +26,7 @@ JOIN_SECONDS = 5.0
 # Faults in this time count as progress if there are many: a process that hangs has a few as well.
 WINDOW_SECONDS = 10.0
 MANY_READ = 4  # faults that read from a disk, each some 128 KiB
-MANY_FILLED = 4096  # of 4 KiB
+MANY_FILLED = 512  # of 4 KiB, or of 2 MiB each
 
 Faults = Callable[[], tuple[int, int]]
 
