@@ -12,7 +12,7 @@ import msgspec
 
 from common.config.foreign import foreign_answer
 from common.config.schema import Cluster
-from common.config.section import Section
+from common.config.section import Section, fields_of
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
@@ -25,7 +25,7 @@ SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP
 
 def schema_paths(struct: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (environment_style, dotted.path) of every key; a list of nodes is one key."""
-    for field in msgspec.structs.fields(struct):
+    for field in fields_of(struct):
         path = f"{prefix}{field.name}"
         if is_section(field.type):
             yield from schema_paths(field.type, path + ".")
@@ -51,7 +51,7 @@ def refuse_unknown(schema: type[Cluster], data: Any) -> None:
 def _refuse_unknown(schema: type[Cluster], struct: type[Section], data: Any, prefix: str) -> None:
     if not isinstance(data, dict):
         return
-    fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
+    fields = {f.name: f.type for f in fields_of(struct)}
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in fields:
@@ -100,7 +100,7 @@ def variable_path(schema: type[Cluster], name: str, value: str) -> str | None:
     keys, key = cluster_keys(schema), name.removeprefix(ENV_PREFIX).lower()
     if key in keys:
         return keys[key]
-    sections = [field.name for field in msgspec.structs.fields(schema)]
+    sections = [field.name for field in fields_of(schema)]
     section = next((each for each in sections if key.startswith(f"{each}_")), None)
     own = [each for each, path in keys.items() if path.rpartition(".")[2] == key and "://" not in value]
     foreign = None if own or section is None else foreign_answer(key.removeprefix(f"{section}_"))
@@ -160,13 +160,13 @@ def _remedy(schema: type[Cluster], path: str, here: list[str], value: str = "") 
         return f"; did you mean {close[0]!r}?"
     if here:
         return f"; known here: {', '.join(here)}"
-    sections = ", ".join(field.name for field in msgspec.structs.fields(Cluster))
+    sections = ", ".join(field.name for field in fields_of(Cluster))
     return f"; the sections are {sections}, and deploy/config shows every key"
 
 
 def _node_keys(schema: type[Cluster], role: str) -> tuple[str, ...]:
     """Return the keys of an entry in the list of nodes of a role."""
-    sections = {field.name: field.type for field in msgspec.structs.fields(schema)}
+    sections = {field.name: field.type for field in fields_of(schema)}
     entry = element_struct(sections[role], "nodes")
     assert entry is not None
     return entry.__struct_fields__
@@ -178,6 +178,7 @@ def _closest(last: str, paths: list[str]) -> list[str]:
     return [names[name] for name in difflib.get_close_matches(last, names, n=1)]
 
 
+@cache
 def element_struct(struct: type[Section], key: str) -> type[Section] | None:
     """Return the struct of a `tuple[Struct, ...]` field, else None."""
     info = msgspec.inspect.type_info(struct)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated
 
 import msgspec
@@ -18,3 +19,9 @@ NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}\*?\Z", max_len
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: strict and immutable."""
+
+
+@cache
+def fields_of(section: type[Section]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return a section's fields, which msgspec works out anew for each call."""
+    return msgspec.structs.fields(section)

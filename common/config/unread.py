@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from common.config.http_exposure import is_loopback
 from common.config.node_entries import uses_own_address
 from common.config.schema import (
@@ -21,7 +19,7 @@ from common.config.schema import (
     DecodeSection,
     PrefillSection,
 )
-from common.config.section import Section
+from common.config.section import Section, fields_of
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
@@ -42,7 +40,7 @@ class Unread:
 
     def changed(self) -> Iterator[tuple[str, object]]:
         """Yield (path, value) of the keys that differ from their defaults."""
-        for field in msgspec.structs.fields(self.section):
+        for field in fields_of(type(self.section)):
             value = getattr(self.section, field.name)
             if field.name in self.keys and value != field.default:
                 yield f"{self.path}.{field.name}", value

@@ -57,11 +57,11 @@ def _latents(projected: Tensor) -> Tensor:
 
 
 def _recurrence(projected: Tensor, heads: int) -> Tensor:
-    state = torch.zeros(heads, KEY, VALUE)
-    out = []
-    for token in projected:
-        query, key, value, decay = token.split((heads * KEY, heads * KEY, heads * VALUE, heads))
-        outer = key.view(heads, KEY, 1) * value.view(heads, 1, VALUE)
-        state = torch.sigmoid(decay).view(heads, 1, 1) * state + outer
-        out.append((query.view(heads, 1, KEY) @ state).flatten())
-    return torch.stack(out)
+    count = len(projected)
+    query, key, value, decay = projected.split((heads * KEY, heads * KEY, heads * VALUE, heads), dim=1)
+    outer = key.reshape(count, heads, KEY, 1) * value.reshape(count, heads, 1, VALUE)
+    state, states = torch.zeros(heads, KEY, VALUE), []
+    for kept, added in zip(torch.sigmoid(decay)[:, :, None, None], outer, strict=True):
+        state = kept * state + added
+        states.append(state)
+    return (query.reshape(count, heads, 1, KEY) @ torch.stack(states)).flatten(1)

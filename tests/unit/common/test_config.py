@@ -597,7 +597,7 @@ def test_duplicate_keys_name_both_lines(tmp_path: Path, text: str, key: str, lin
         "model: &a\n  path: m\nrouter:\n  <<: *a\n",
         "\tmodel: m\n",
         "model: \x00\n",
-        pytest.param("model: " + "[" * 5000 + "\n", id="nested"),
+        pytest.param("model: " + "[" * 600 + "\n", id="nested"),
         pytest.param("model: {path: " + "1" * 5000 + "}\n", id="digits"),
     ],
 )

@@ -17,13 +17,13 @@ from tests.fakes.tiny_model import VOCAB
 
 
 @pytest.mark.parametrize(
-    ("chunk", "page_size", "completion"), pairs((1, 7, 64, 512), (1, 16, 64), (Immediate, Deferred))
+    ("chunk", "page_size", "completion"), pairs((1, 5, 16, 512), (1, 4, 16), (Immediate, Deferred))
 )
 def test_chunks_and_pages(chunk: int, page_size: int, completion: type[Completion]) -> None:
     shape = Shape(chunk_tokens=chunk, page_size=page_size, completion=completion)
     with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 15, 16, 17, 63, 64, 65, 100)]
-        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 50)]
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 3, 4, 5, 15, 16, 17, 40)]
+        calls += [cluster.submit(prompt_of(n), 9, seed=n, **SAMPLED) for n in (3, 20)]
         cluster.run()
         expect_reference(*calls)
         cluster.settle()
@@ -90,7 +90,7 @@ def test_many_salts_in_a_small_pool() -> None:
     with NodeCluster(Shape(page_size=4, prefill_pool=160, decode_pool=96, reserved_tokens=4)) as cluster:
         for _ in range(2):
             calls = [
-                cluster.submit(prompt_of(21), 20, salt=number.to_bytes(2, "big")) for number in range(24)
+                cluster.submit(prompt_of(21), 20, salt=number.to_bytes(2, "big")) for number in range(16)
             ]
             cluster.run()
             expect_reference(*calls)

@@ -56,11 +56,11 @@ def test_a_minimum_that_is_reached_costs_nothing_more() -> None:
 @pytest.mark.parametrize("name", ["everything", "everything-greedy", "frequency"])
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_retraction_rebuilds_the_counts(name: str, completion: type[Completion]) -> None:
-    shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, completion=completion, max_running=4)
+    shape = Shape(page_size=4, decode_pool=64, reserved_tokens=4, completion=completion, max_running=4)
     with NodeCluster(shape) as cluster:
-        more = {"min_tokens": 35, "stop_token_ids": (1, 2)}
-        calls = [submit(cluster, name, 10 + n, 40, **more) for n in range(4)]
-        calls.append(cluster.submit(prompt_of(11), 40))
+        more = {"min_tokens": 24, "stop_token_ids": (1, 2)}
+        calls = [submit(cluster, name, 10 + n, 28, **more) for n in range(4)]
+        calls.append(cluster.submit(prompt_of(11), 28))
         cluster.run()
         expect_reference(*calls)
         assert cluster.decode.link.counters.retractions > 0

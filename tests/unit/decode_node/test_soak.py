@@ -82,7 +82,7 @@ def test_soak(seed: int) -> None:
     chaos = seed % 3 > 0  # every third run is undisturbed: nothing may fail and nothing may be placed twice
     with NodeCluster(shape) as cluster:
         _disturb(cluster, rng, chaos)
-        for _ in range(rng.choice((60, 200))):
+        for _ in range(rng.choice((40, 120))):
             _arrivals(cluster, rng, chaos)
             sides: list[PrefillSide | DecodeSide] = [*cluster.prefills, *cluster.decodes]
             for side in rng.sample(sides, k=rng.randint(0, 2)):
@@ -137,12 +137,12 @@ def _arrivals(cluster: NodeCluster, rng: random.Random, chaos: bool) -> None:
         cluster.lose(rng.choice([*cluster.prefills, *cluster.decodes]))  # declared lost although it lives
 
 
-def test_two_hundred_requests_one_after_another_leave_nothing() -> None:
+def test_a_hundred_requests_one_after_another_leave_nothing() -> None:
     """Over a long life, rooms, record slots, rows and tables of past requests do not accumulate."""
     rng = random.Random(5)
     with NodeCluster(Shape(page_size=4, decode_pool=128, max_running=3, max_transferring=2)) as cluster:
         calls: list[Call] = []
-        for _ in range(200):
+        for _ in range(100):
             calls.append(cluster.submit(rng.choice(STEMS), rng.randint(1, 6), seed=1, temperature=0.8))
             cluster.turn(2)
             if rng.random() < 0.2:
@@ -150,4 +150,4 @@ def test_two_hundred_requests_one_after_another_leave_nothing() -> None:
         cluster.run()
         cluster.settle()
         assert not cluster.prefill.node.queues.ending
-        assert sum(call.finish is not None for call in calls) > 100
+        assert sum(call.finish is not None for call in calls) > 50

@@ -52,7 +52,7 @@ def _never(n: int) -> Fault:
 
 
 STATIONS = {
-    "prompt waits for pages": _Station("prefill", _in("prefill", "waiting"), before=40),
+    "prompt waits for pages": _Station("prefill", _in("prefill", "waiting"), before=5),
     "reservation waits for pages": _Station("decode", _in("decode", "waiting"), before=4),
     "reserved, no prompt": _Station("decode", _in("decode", "transferring"), legs="d"),
     "prompt, no reservation": _Station("prefill", _in("prefill", "handing_over"), legs="p"),
@@ -85,8 +85,8 @@ def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion:
     shape = Shape(
         page_size=4,
         chunk_tokens=8,
-        prefill_pool=1024,
-        decode_pool=160 if name != "retracted" else 128,
+        prefill_pool=128 if name == "prompt waits for pages" else 1024,
+        decode_pool=160 if name != "retracted" else 96,
         reserved_tokens=4,
         max_running=2,
         max_transferring=3,
@@ -147,7 +147,7 @@ def _company(cluster: NodeCluster, name: str, station: _Station) -> list[Call]:
         cluster.run(until=lambda: all(len(call.output) > 1 for call in calls))
         return calls
     if name == "retracted":
-        calls = [cluster.submit(prompt_of(20), 90, deadline=forever)]
+        calls = [cluster.submit(prompt_of(20), 70, deadline=forever)]
         cluster.run(until=lambda: len(calls[0].output) > 30)
         return calls
     return []

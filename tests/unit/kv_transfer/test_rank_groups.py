@@ -36,6 +36,7 @@ from kv_transfer.ranks.receiver_messages import RankArrived
 from kv_transfer.ranks.sender_messages import RankDelivered
 from kv_transfer.signs import LONG_SECONDS
 from kv_transfer.transport.loopback.endpoints import Fault
+from tests.fakes import covering
 from tests.unit.kv_transfer.group_rig import RECORD, RECORD_SLOTS, Nodes
 from tests.unit.kv_transfer.rig import LIMITS
 from tests.unit.kv_transfer.shares import DST, FAMILIES, PAIRS, SRC, TOKENS, expect_shares, whole_planes
@@ -63,9 +64,11 @@ def expect_pages(nodes: Nodes, family: str, sent: bool = True) -> None:
     expect_shares(nodes.decode.pools, whole_planes(spec, True, 1), whole_planes(spec, False, 2), sent)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shm", "tcp"])
-@pytest.mark.parametrize("family", ["state", "replicated"])
-@pytest.mark.parametrize("sizes", PAIRS, ids=names(PAIRS))
+@pytest.mark.parametrize(
+    ("transport", "family", "sizes"),
+    covering.pairs(("loopback", "shm", "tcp"), ("state", "replicated"), PAIRS),
+    ids=str,
+)
 def test_every_rank_ends_with_its_share(transport: str, family: str, sizes: tuple[int, int]) -> None:
     nodes = make(family, sizes, transport)
     try:

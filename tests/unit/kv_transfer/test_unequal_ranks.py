@@ -18,6 +18,7 @@ from common.messages.identity import rank_incarnation
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
+from tests.fakes import covering
 from tests.fakes.pools import attention_planes
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import RECORD, Clock, Decode, Prefill
@@ -119,8 +120,11 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sizes", PAIRS, ids=[f"{a}to{b}" for a, b in PAIRS])
+@pytest.mark.parametrize(
+    ("transport", "family", "sizes"),
+    covering.pairs(("loopback", "shm", "tcp"), tuple(FAMILIES), PAIRS),
+    ids=str,
+)
 def test_every_decode_rank_ends_with_its_share(transport: str, family: str, sizes: tuple[int, int]) -> None:
     spec = PoolSpec(TOKENS, FAMILIES[family])
     source, before = whole_planes(spec, True, 1), whole_planes(spec, False, 2)

@@ -11,6 +11,7 @@ from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from prefill_node.graphs import prompt_graphs
 from tests.fakes import draft_models, drafters, mtp_models
+from tests.fakes.covering import pairs
 from tests.fakes.marking_sender import slow
 from tests.fakes.node_cluster import MakeStep, NoDraftModel, Shape, Watched, autoregressive
 from tests.fakes.scenarios import expect_reference, prompt_of
@@ -30,9 +31,9 @@ DRAFTERS: dict[str, Drafting] = {
 }
 
 
-@pytest.mark.parametrize("layers", [False, True], ids=["by-chunk", "by-layer"])
-@pytest.mark.parametrize("completion", [Immediate, Deferred, Watched])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "completion", "layers"), pairs(tuple(DRAFTERS), (Immediate, Deferred, Watched), (False, True))
+)
 def test_no_forward_writes_what_the_sender_reads(
     name: str, completion: type[Completion], layers: bool
 ) -> None:
@@ -70,7 +71,7 @@ def test_pages_of_the_prefix_cache_are_not_written_while_another_request_s_sende
         first = cluster.submit(prompt_of(30), 2)
         cluster.run()
         cluster.hold()
-        calls = [cluster.submit(first.prompt[:cut] + prompt_of(11, cut), 2) for cut in range(14, 22)]
+        calls = [cluster.submit(first.prompt[:cut] + prompt_of(11, cut), 2) for cut in range(15, 20)]
         cluster.run(until=lambda: all(call.output for call in calls))
         cluster.turn(3)
         assert all(call.cached_tokens for call in calls)
