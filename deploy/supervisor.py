@@ -173,11 +173,12 @@ class Supervisor:
 
     def _wait_loaded(self, show: Callable[[list[Child]], None]) -> None:
         bounds = StartBounds(self._resolved.cluster.health.start_hang_timeout)
-        while any(child.read_progress().phase != "ready" for child in self.children):
+        # All are read in each turn: one whose reports wait unread would seem to be silent.
+        while starting := [each for each in self.children if each.read_progress().phase != "ready"]:
             show(self.children)
             self._check_children()
-            for child in self.children:
-                if child.progress.phase != "ready" and (problem := bounds.problem(child)):
+            for child in starting:
+                if problem := bounds.problem(child):
                     raise StartError(f"{child.name} {problem}; see {child.log_path}")
             time.sleep(0.05)
         show(self.children)

@@ -39,6 +39,11 @@ def ready():
 exec(script)
 """
 STAY = "signal.signal(15, lambda n, f: sys.exit(0)); ready()\nwhile True: time.sleep(0.01)"
+# Reports progress for a while, and then ends.
+LOADS = (
+    'for done in range(40):\n    os.write(status, b\'{"phase":"loading","done":%d,"total":40}\\n\' % done)\n'
+    "    time.sleep(0.05)\nprint('no such model', file=sys.stderr); sys.exit(2)"
+)
 CRASH = "print('no memory', file=sys.stderr); sys.exit(1)"
 
 
@@ -94,7 +99,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
         def cluster(run_dir: Path | None = None, **scripts: str) -> Watching:
             where = run_dir or Path(directory) / "run"
             file.write_text(
-                f"model: {{path: m}}\nprocess: {{run_dir: {where}}}\nhealth: {{drain_timeout: 5.0}}\n"
+                f"model: {{path: m}}\nprocess: {{run_dir: {where}}}\nhealth: {{drain_timeout: 5.0, "
+                "start_hang_timeout: 1.0}\n"
             )
             supervisor = Supervisor(load_cluster(file), [])
             children = [
@@ -268,3 +274,18 @@ def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str,
     end_leftovers(tmp_path, PATIENCE, said.append, lambda: False)
     end_leftovers(tmp_path / "nothing", PATIENCE, said.append, lambda: False)
     assert not said
+
+
+def test_every_process_that_starts_is_heard_while_another_one_is_slow(
+    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them make progress for longer than they may be silent, and a start that is silent is named."""
+    monkeypatch.setattr("deploy.watcher.SILENT_SECONDS", 0.0)
+    supervisor = make(first=LOADS, second=LOADS, third=LOADS).supervisor
+    with pytest.raises(StartError, match=r"ended with exit code 2: no such model"):
+        supervisor.start(lambda children: None, lambda text: None)
+    supervisor = make(first=LOADS, silent="time.sleep(60)", third=LOADS).supervisor
+    with pytest.raises(
+        StartError, match=r"^silent has reported no progress for 1 s \(phase importing\); see "
+    ):
+        supervisor.start(lambda children: None, lambda text: None)
