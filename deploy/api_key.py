@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ import typer
 from common.api_key import MAX_WEIGHT, ApiKey
 from common.config.api_keys import read_api_keys
 from common.errors import ConfigError
+from common.file_lock import lock
 from common.messages.generation import MAX_PRIORITY
 
 EXIT_REFUSED = 2
@@ -87,7 +87,7 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
     directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # two concurrent runs would lose one of the keys
+        lock(directory, file.parent)  # two concurrent runs would lose one of the keys
         text = file.read_text() if file.exists() else ""
         if any(row.strip() and not row.startswith("#") for row in text.splitlines()):
             read_api_keys(file)  # refuses a file that is invalid or readable by others

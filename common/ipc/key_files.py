@@ -6,20 +6,17 @@ The key of a pattern of names like `decode-*` is in decode-ANY.key; all nodes of
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import zmq.auth
 
 from common.errors import ConfigError
+from common.file_lock import lock
 from common.node_names import ANY
-
-LOCK_SECONDS = 10.0  # another process may be making the keys, which takes milliseconds
 
 
 def public_file(directory: Path, name: str) -> Path:
@@ -83,19 +80,10 @@ def _make_pair(directory: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + LOCK_SECONDS
+    path = directory / ".lock"
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        "", f"another process has held {directory}/.lock for {LOCK_SECONDS:g} s; end it"
-                    ) from None
-                time.sleep(0.01)
+        lock(descriptor, path)
         yield
     finally:
         os.close(descriptor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from common import file_lock
 from common.config.api_keys import read_api_keys
 from deploy.api_key import main
 
@@ -108,3 +111,17 @@ def test_a_file_that_others_can_read_or_that_is_broken_is_not_changed(tmp_path: 
     assert result.exit_code == 2
     assert "chmod 600" in result.stderr
     assert file.read_text() == "[]"
+
+
+def test_another_run_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", 0.0)
+    descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        result = run("a", file)
+    finally:
+        os.close(descriptor)
+    assert result.exit_code == 2
+    assert f"another process has held the lock of {tmp_path}" in result.stderr
+    assert not file.exists()
