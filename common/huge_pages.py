@@ -16,7 +16,7 @@ HUGE: Final = 2 << 20  # bytes
 SMALL: Final = os.sysconf("SC_PAGESIZE")
 # Part of a huge page that must be in memory already: the rest is memory that the process gains.
 FULL: Final = 0.75
-MOST_AT_ONCE: Final = 32  # huge pages; each call makes all CPUs empty their lists of pages first
+MAX_AT_ONCE: Final = 32  # huge pages; each call makes all CPUs empty their lists of pages first
 SECONDS: Final = 2.0  # after which the rest stays as it is
 MADV_COLLAPSE: Final = 25
 # A driver of a GPU pins memory of the process, and nothing was measured beside one.
@@ -78,7 +78,7 @@ def _runs(addresses: Iterable[int], resident: Resident) -> Iterator[tuple[int, i
     for address in addresses:
         if resident(address) < FULL:
             continue
-        if address != end or end - start >= MOST_AT_ONCE * HUGE:
+        if address != end or end - start >= MAX_AT_ONCE * HUGE:
             if end > start:
                 yield start, end - start
             start = address

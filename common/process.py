@@ -34,7 +34,7 @@ from common.ready_file import ReadyFile, ready_file
 EXIT_DEFECT = 1
 EXIT_REFUSED = 2
 EXIT_RANK_FAILED = 4
-MOST_DESCRIPTORS = 65_536
+MAX_DESCRIPTORS = 65_536
 # For a process to close what it holds, and again for the interpreter to end. Freeing pinned memory takes a while.
 END_SECONDS = 120.0
 
@@ -216,6 +216,6 @@ def on_termination(drain: Callable[[], None]) -> None:
 def _raise_descriptor_limit() -> None:
     """Raise the soft limit, often 1024, as far as allowed: each connection needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -26,7 +26,7 @@ from deploy.bench_screen import (
     EXIT_FAILED,
     EXIT_NOT_TRUSTED,
     EXIT_REFUSED,
-    MOST_ERRORS,
+    MAX_ERRORS,
     print_line,
     progress,
 )
@@ -287,7 +287,7 @@ def show(measured: Sequence[MeasuredLoad], gap_ms: float, out: Console) -> int:
         )
     out.print(table)
     for each in measured:
-        for error in each.errors[:MOST_ERRORS]:
+        for error in each.errors[:MAX_ERRORS]:
             print_line(out, f"{each.target}, {each.load}: {error}")
         own_ms = each.summary.loop_lag_ms_max
         if own_ms > gap_ms:

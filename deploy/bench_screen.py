@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from deploy.terminal_text import printable
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_TRUSTED = 1, 2, 3
-MOST_ERRORS = 3  # shown of each load or probe
+MAX_ERRORS = 3  # shown of each load or probe
 
 
 def print_line(out: Console, text: str) -> None:

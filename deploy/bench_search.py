@@ -10,14 +10,14 @@ from rich.console import Console
 
 from common.errors import ConfigError
 from deploy.bench_options import DEFAULT_RATE, BenchOptions, json_report, open_measurement
-from deploy.bench_screen import EXIT_FAILED, EXIT_NOT_TRUSTED, MOST_ERRORS, print_line, progress
+from deploy.bench_screen import EXIT_FAILED, EXIT_NOT_TRUSTED, MAX_ERRORS, print_line, progress
 from deploy.load_generator.goodput_search import GoodputSearch, Probe, SearchShape
 from deploy.load_generator.rate_search import SearchBounds
 from deploy.load_generator.runs import CUT_OFF
 from deploy.load_generator.summary import percent
 from deploy.openai_client import json_fields
 
-LEAST_ARRIVALS = 15
+MIN_ARRIVALS = 15
 HIGHEST_RATE = 1024.0
 # The fields of SearchBounds, by option.
 FIELDS = {
@@ -32,12 +32,12 @@ FIELDS = {
 def search_bounds(values: Mapping[str, float | None], rates: Sequence[float], seconds: float) -> SearchBounds:
     """Return the bounds of a search whose runs last `seconds`. Raises ConfigError.
 
-    `values`: of the options in FIELDS; None: the default. By default, each run has about `LEAST_ARRIVALS` or more.
+    `values`: of the options in FIELDS; None: the default. By default, each run has about `MIN_ARRIVALS` or more.
     """
     if len(rates) > 1:
         raise ConfigError("--rate", "is the first rate of a search: give only one")
     given = {FIELDS[option]: value for option, value in values.items() if value is not None}
-    lowest = given.get("lowest", min([LEAST_ARRIVALS / seconds, *rates]))
+    lowest = given.get("lowest", min([MIN_ARRIVALS / seconds, *rates]))
     highest = given.get("highest", max([HIGHEST_RATE, *rates]))
     if lowest > highest:
         raise ConfigError("--min-rate", f"{lowest:g}/s is above --max-rate, {highest:g}/s")
@@ -112,7 +112,7 @@ def probe_line(probe: Probe, seeds: int) -> str:
 def show_probe(probe: Probe, seeds: int, out: Console) -> None:
     """Print a probe and its errors. `seeds`: of a whole probe."""
     print_line(out, probe_line(probe, seeds))
-    for error in [each for each in probe.measured.errors if each != CUT_OFF][:MOST_ERRORS]:
+    for error in [each for each in probe.measured.errors if each != CUT_OFF][:MAX_ERRORS]:
         print_line(out, f"    {error}")
 
 

@@ -46,7 +46,7 @@ from deploy.tool_exam import Calls, conversations
 
 Mode = Literal["chat", "completions"]
 
-MOST_NEW_TOKENS = 96  # the longest correct answer has 53
+MAX_NEW_TOKENS = 96  # the longest correct answer has 53
 GIVE_UP_AFTER = 8  # consecutive failed requests after which the server counts as broken
 
 
@@ -139,7 +139,7 @@ def picture_body(question: Question) -> dict[str, Any]:
     content = [*parts, {"type": "text", "text": question.text}]
     return {
         "temperature": 0,
-        "max_tokens": MOST_NEW_TOKENS,
+        "max_tokens": MAX_NEW_TOKENS,
         "messages": [{"role": "user", "content": content}],
     }
 
@@ -153,7 +153,7 @@ def data_url(pixels: Pixels) -> str:
 
 def request_body(mode: Mode, shots: list[Problem], problem: Problem) -> dict[str, Any]:
     """Build a text request. Completions stop at the blank line that would precede the next question."""
-    body: dict[str, Any] = {"temperature": 0, "max_tokens": MOST_NEW_TOKENS}
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": MAX_NEW_TOKENS}
     if mode == "chat":
         return {**body, "messages": chat_messages(shots, problem.question)}
     return {**body, "prompt": few_shot_prompt(shots, problem.question), "stop": [SHOT_END]}

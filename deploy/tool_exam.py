@@ -10,8 +10,8 @@ from typing import Any
 from deploy.tiny_models.tool_calls.chat_form import messages
 from deploy.tiny_models.tool_calls.conversations import Conversation, exam
 
-MOST_NEW_TOKENS = 256  # limit per turn: three calls after a thought have some 150
-MOST_CALL_TURNS = 4  # turns with calls in one conversation; a further one is not answered
+MAX_NEW_TOKENS = 256  # limit per turn: three calls after a thought have some 150
+MAX_CALL_TURNS = 4  # turns with calls in one conversation; a further one is not answered
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class ToolConversation:
     @property
     def body(self) -> dict[str, Any]:
         """The request for the next turn, without the model's name."""
-        body = {"temperature": 0, "max_tokens": MOST_NEW_TOKENS, "messages": self._messages}
+        body = {"temperature": 0, "max_tokens": MAX_NEW_TOKENS, "messages": self._messages}
         tools = self._conversation.declarations
         return {**body, "tools": tools} if tools else body
 
@@ -42,7 +42,7 @@ class ToolConversation:
         """Return the request with the results of the calls in a reply; None if it has no calls."""
         message = _message(reply)
         calls = message.get("tool_calls")
-        if not calls or self._turns == MOST_CALL_TURNS:
+        if not calls or self._turns == MAX_CALL_TURNS:
             return None
         self._turns += 1
         self._messages = [*self._messages, message]

@@ -25,7 +25,7 @@ from kv_transfer.transport.base import ReceiverEndpoint, Window
 # Opens a connection to the rank of this incarnation at this address; returns what sends frames to it. Raises
 # RequestError if that is not possible.
 Dial = Callable[[str, str], Callable[[bytes], object]]
-MOST_GREETING = 60.0  # seconds; the longest work that a main loop announces
+MAX_GREETING = 60.0  # seconds; the longest work that a main loop announces
 
 
 class LinkState(enum.Enum):
@@ -52,10 +52,10 @@ class Link:
     expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node has said
 
     def unanswered(self, now: float, timeout: float) -> bool:
-        """Return whether Hello has waited too long: `timeout` if not connected, MOST_GREETING if connected."""
+        """Return whether Hello has waited too long: `timeout` if not connected, MAX_GREETING if connected."""
         connected = now - max(self.greeted_at, self.connected_at) < timeout
         greeting = self.state is LinkState.GREETING
-        return greeting and (not connected or now - self.greeted_at >= MOST_GREETING)
+        return greeting and (not connected or now - self.greeted_at >= MAX_GREETING)
 
     def welcomed(self, welcome: Welcome, layout: PoolLayout) -> None:
         """Mark the link READY to write into `layout`.

@@ -6,7 +6,7 @@ import math
 import time
 from typing import NamedTuple
 
-MOST_DELAY = 10.0  # seconds; a longer one comes from clocks that differ
+MAX_DELAY = 10.0  # seconds; a longer one comes from clocks that differ
 
 
 class RecordTimes(NamedTuple):
@@ -27,6 +27,6 @@ def sending_time() -> float:
 def record_times(sent_at: float, now: float) -> RecordTimes:
     """Return the times of a record that was just seen, at `now` on the receiver's clock. `sent_at` may be anything."""
     delay = time.time() - sent_at
-    if not (math.isfinite(delay) and 0.0 <= delay <= MOST_DELAY):
+    if not (math.isfinite(delay) and 0.0 <= delay <= MAX_DELAY):
         delay = 0.0
     return RecordTimes(now - delay, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from common.discovery.slots import RouterSlot, SlotTable
-from common.ipc.host_lookup import MOST_ADDRESSES, Resolve, resolve, tcp_address
+from common.ipc.host_lookup import MAX_ADDRESSES, Resolve, resolve, tcp_address
 from common.node_names import DNS
 
 INTERVAL = 5.0  # seconds between two lookups
@@ -34,7 +34,7 @@ class DnsRouters:
         while not self._stopped.is_set():
             self._asked.clear()
             try:
-                found = self._resolve(self._name)[:MOST_ADDRESSES]
+                found = self._resolve(self._name)[:MAX_ADDRESSES]
             except (OSError, UnicodeError):
                 found = []
             if found:

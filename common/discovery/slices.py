@@ -14,7 +14,7 @@ import msgspec
 from common.discovery.endpoints import EndpointSlice, SliceList, WatchEvent, WatchStatus, addresses_of
 from common.discovery.slots import RouterSlot, SlotTable
 from common.errors import ConfigError, NoAnswer
-from common.ipc.host_lookup import MOST_ADDRESSES, tcp_address
+from common.ipc.host_lookup import MAX_ADDRESSES, tcp_address
 from common.kubernetes_api import ApiServer, read_body
 from common.node_names import SLICES
 from common.observability.logs import Log
@@ -24,8 +24,8 @@ WATCH_SECONDS = 60  # the server ends a watch then
 OVERDUE_SECONDS = 15.0  # a watch that has not ended this much later is a dead connection
 SOONEST = 1.0  # seconds between two requests, at least
 LATEST = 30.0  # the same after failures, at most
-MOST_BYTES = 4 << 20  # of a list, and of one event
-MOST_SLICES = 64
+MAX_BYTES = 4 << 20  # of a list, and of one event
+MAX_SLICES = 64
 CLOSING_SECONDS = 0.01
 GONE = 410  # the resource version is too old: list again
 FAILURES = (
@@ -104,8 +104,8 @@ class SliceRouters:
         async with asyncio.timeout(LIST_SECONDS), self._session() as session:
             async with session.get(self._url, params=self._selector, allow_redirects=False) as response:
                 await self._check(response)
-                found = msgspec.json.decode(await read_body(response, MOST_BYTES), type=SliceList)
-        self._slices = {each.metadata.name: each for each in (found.items or ())[:MOST_SLICES]}
+                found = msgspec.json.decode(await read_body(response, MAX_BYTES), type=SliceList)
+        self._slices = {each.metadata.name: each for each in (found.items or ())[:MAX_SLICES]}
         self._version = found.metadata.resource_version
         self._replace()
 
@@ -157,12 +157,12 @@ class SliceRouters:
         name = changed.metadata.name
         if event.type == "DELETED":
             self._slices.pop(name, None)
-        elif name in self._slices or len(self._slices) < MOST_SLICES:
+        elif name in self._slices or len(self._slices) < MAX_SLICES:
             self._slices[name] = changed
         self._replace()
 
     def _replace(self) -> None:
-        found = addresses_of(self._slices.values(), MOST_ADDRESSES)
+        found = addresses_of(self._slices.values(), MAX_ADDRESSES)
         self._table.replace([tcp_address(each, self._port) for each in found])
 
 
@@ -181,5 +181,5 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None
                 yield bytes(rest)
             rest.clear()
         rest += tail
-        if len(rest) > MOST_BYTES:
-            raise OSError(f"an event of {response.url} has more than {MOST_BYTES} bytes")
+        if len(rest) > MAX_BYTES:
+            raise OSError(f"an event of {response.url} has more than {MAX_BYTES} bytes")

@@ -24,8 +24,8 @@ from zmq.utils.monitor import parse_monitor_message
 from common.ipc.disconnects import DisconnectSignal
 
 HANDSHAKE_SECONDS = 5.0
-MOST_HANDSHAKES = 1024
-MOST_OF_A_SOURCE = 512  # all processes of one host may connect at the same time
+MAX_HANDSHAKES = 1024
+MAX_HANDSHAKES_PER_SOURCE = 512  # all processes of one host may connect at the same time
 # Bytes received in a CURVE handshake: greeting 64, HELLO 202, INITIATE at least 259. A stranger, who does not know
 # the server's public key, gets no further than HELLO.
 HANDSHAKE_BYTES = 64 + 202 + 259
@@ -80,8 +80,8 @@ class OpenHandshakes:
         self._forget_old(now)
         of_source = self._of_source.setdefault(peer[0], OrderedDict())
         self._open[descriptor] = of_source[descriptor] = _Handshake(peer, now)
-        self._shrink(of_source, MOST_OF_A_SOURCE)
-        self._shrink(self._open, MOST_HANDSHAKES)
+        self._shrink(of_source, MAX_HANDSHAKES_PER_SOURCE)
+        self._shrink(self._open, MAX_HANDSHAKES)
 
     def closed(self, descriptor: int) -> None:
         """Forget a connection that has ended or finished its handshake."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-MOST_ADDRESSES = 64  # of one name; further ones are not used
+MAX_ADDRESSES = 64  # of one name; further ones are not used
 
 Resolve = Callable[[str], Sequence[str]]  # name -> IP addresses; raises OSError
 
@@ -89,7 +89,7 @@ class HostLookup:
 
     def _look_up(self) -> None:
         try:
-            found = tuple(self._resolve(self._name)[:MOST_ADDRESSES])
+            found = tuple(self._resolve(self._name)[:MAX_ADDRESSES])
         except (OSError, UnicodeError):
             return
         if found:

@@ -26,7 +26,7 @@ from common.errors import RankFailed
 
 PAGE = 4096
 LINE = 8  # counters of 8 bytes in a cache line
-MOST_READERS = PAGE // (8 * LINE) - 1
+MAX_READERS = PAGE // (8 * LINE) - 1
 FULL_WAIT = 0.00005  # seconds between two looks of a writer without room
 LONGEST_LOOK = 0.1  # seconds that one of them counts at most, as the writer may have been stopped
 TORN_SECONDS = 1.0  # after which a fragment with a wrong checksum is a defect
@@ -60,8 +60,8 @@ class Ring:
 
     @classmethod
     def create(cls, capacity: int, readers: int) -> Ring:
-        """Make a ring of at least `capacity` bytes for up to MOST_READERS readers."""
-        assert 0 < readers <= MOST_READERS
+        """Make a ring of at least `capacity` bytes for up to MAX_READERS readers."""
+        assert 0 < readers <= MAX_READERS
         capacity = -(-capacity // PAGE) * PAGE
         memory = os.memfd_create("tandem-ring", os.MFD_CLOEXEC)
         os.ftruncate(memory, PAGE + capacity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_PATIENCE = 8  # factor of the bound for a peer that stays silent over new connections: its loop is busy
+MAX_PATIENCE = 8  # factor of the bound for a peer that stays silent over new connections: its loop is busy
 
 
 class SilenceWatch:
@@ -36,5 +36,5 @@ class SilenceWatch:
         if self._asked_at is None or now - self._asked_at < self._seconds * self._patience:
             return False
         self._asked_at = now
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
         return True

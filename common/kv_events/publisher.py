@@ -48,8 +48,8 @@ QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
 REPLAY_BYTES = 64 << 20  # of batches that can be repeated
 IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
 # Seconds that the thread pauses after a defect; the pause doubles, and starts again after CALM_SECONDS without one.
-LEAST_PAUSE, LONGEST_PAUSE, CALM_SECONDS = 0.1, 30.0, 60.0
-MOST_PROBLEM = 500  # characters of the reason that routers are told
+MIN_PAUSE, LONGEST_PAUSE, CALM_SECONDS = 0.1, 30.0, 60.0
+MAX_PROBLEM = 500  # characters of the reason that routers are told
 END_SECONDS = 5.0  # that `close` waits for the thread
 MAX_QUESTION_BYTES = 1024
 MAX_TOKEN = 1 << 31  # keys from here on belong to images
@@ -147,7 +147,7 @@ class KvEventPublisher:
         self.failures = 0
         self.problem = ""
         self._logged = ""  # the latest problem that was logged
-        self._failed_at, self._pause = -CALM_SECONDS, LEAST_PAUSE
+        self._failed_at, self._pause = -CALM_SECONDS, MIN_PAUSE
         self._seen_drops = 0
         self._blocks = self._no_blocks()
         self._first: list[Event] = []  # of the next batch
@@ -233,10 +233,10 @@ class KvEventPublisher:
         """Count and log a defect, each kind once, and pause."""
         now = time.monotonic()
         calm = now - self._failed_at >= CALM_SECONDS
-        self._pause = LEAST_PAUSE if calm else min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = MIN_PAUSE if calm else min(2 * self._pause, LONGEST_PAUSE)
         self._failed_at = now
         self.failures += 1
-        self.problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM]
+        self.problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
         if self._logged != (logged := f"{event}: {type(error).__name__}"):
             self._logged = logged
             self._log.exception(event, reason=self.problem)

@@ -23,9 +23,9 @@ END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # the sequence number o
 # that it has not reached, so it answers with END only.
 SNAPSHOT = (1 << 63) - 1
 # What is read of one batch at most, so that a publisher can cost its reader only so much time and memory.
-MOST_EVENTS = 1 << 16
-MOST_BLOCKS = 1 << 18
-MOST_NAME = 1024  # characters
+MAX_EVENTS = 1 << 16
+MAX_BLOCKS = 1 << 18
+MAX_NAME = 1024  # characters
 GPU, CPU = "GPU", "CPU"
 
 BlockHash: TypeAlias = int | bytes
@@ -69,8 +69,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 # What is read of others: fields that some version lacks have a default, and hashes may be signed or wide.
 _Hash = int | Annotated[bytes, Meta(max_length=64)]
-_Hashes = Annotated[list[_Hash], Meta(max_length=MOST_BLOCKS)]
-_Name = Annotated[str, Meta(max_length=MOST_NAME)]
+_Hashes = Annotated[list[_Hash], Meta(max_length=MAX_BLOCKS)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
 class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
@@ -167,16 +167,16 @@ def hash_of(value: BlockHash) -> int:
 
 
 def _events(raw: Sequence[msgspec.Raw], tokens: bool) -> list[Event]:
-    if len(raw) > MOST_EVENTS:
-        raise msgspec.ValidationError(f"{len(raw)} events are more than {MOST_EVENTS}")
-    events, left = list[Event](), MOST_BLOCKS
+    if len(raw) > MAX_EVENTS:
+        raise msgspec.ValidationError(f"{len(raw)} events are more than {MAX_EVENTS}")
+    events, left = list[Event](), MAX_BLOCKS
     for each in raw:
         event = _event(each, tokens)
         events.append(event)
         if not isinstance(event, AllBlocksCleared):
             left -= len(event.block_hashes)
             if left < 0:
-                raise msgspec.ValidationError(f"its events have more than {MOST_BLOCKS} blocks")
+                raise msgspec.ValidationError(f"its events have more than {MAX_BLOCKS} blocks")
     return events
 
 

@@ -11,8 +11,8 @@ from common.messages.identity import Finite, Label, Role
 from common.messages.protocol import UNVERSIONED
 from common.messages.router_inbox import Room
 
-MOST_PROFILE_SECONDS = 60.0
-MOST_PROFILE_STEPS = 1_000
+MAX_PROFILE_SECONDS = 60.0
+MAX_PROFILE_STEPS = 1_000
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -79,8 +79,8 @@ class Profile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
 
     order: Label
-    seconds: Annotated[float, Meta(gt=0, le=MOST_PROFILE_SECONDS)]
-    steps: Annotated[int, Meta(ge=1, le=MOST_PROFILE_STEPS)]
+    seconds: Annotated[float, Meta(gt=0, le=MAX_PROFILE_SECONDS)]
+    steps: Annotated[int, Meta(ge=1, le=MAX_PROFILE_STEPS)]
 
 
 class ChangeRole(msgspec.Struct, frozen=True, tag=True, kw_only=True):

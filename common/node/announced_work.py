@@ -18,7 +18,7 @@ FLOOR_SECONDS = 1.0  # minimum of every announcement
 FIRST_SECONDS = 60.0  # minimum before anything was measured
 SLOWEST_RATE = 8.0  # units per second assumed before anything was measured
 COMPILE_SECONDS = 60.0  # for a kernel that compiles while serving
-MOST_SECONDS = 600.0  # maximum of one launch
+MAX_SECONDS = 600.0  # maximum of one launch
 KEPT = 0.9  # decay of the slowest launch of a size with each further one
 CONTEXT_TOKENS = 8192  # context whose attention may double the time of a token
 
@@ -58,7 +58,7 @@ class LaunchTimes:
             seconds = FIRST_SECONDS + work.at_most / SLOWEST_RATE
         else:
             seconds = FLOOR_SECONDS + FACTOR * self._estimate(work.at_most)
-        return min(seconds, MOST_SECONDS)
+        return min(seconds, MAX_SECONDS)
 
     def _estimate(self, size: float) -> float:
         group = int(size).bit_length()

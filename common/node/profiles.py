@@ -23,8 +23,8 @@ from common.node.to_router import ToRouter
 from common.observability.logs import Log
 from common.observability.profile_files import keep_latest, new_file
 
-MOST_EVENTS = 40_000  # of a trace: the node stands still for some microseconds for each
-MOST_BYTES = 64 << 20  # of a file
+MAX_EVENTS = 40_000  # of a trace: the node stands still for some microseconds for each
+MAX_BYTES = 64 << 20  # of a file
 LOOK_SECONDS = 0.005  # interval at which the thread looks whether the steps were taken
 END_SECONDS = 10.0  # that a node which ends waits for the file
 ENDING = ".trace.json.gz"
@@ -141,7 +141,7 @@ class NodeProfiler:
         deadline = began + order.seconds
         self._wait(1, deadline)
         events, taken = recorder.stop(), max(self._steps - steps, 1)
-        room = MOST_EVENTS * taken // max(events, 1)
+        room = MAX_EVENTS * taken // max(events, 1)
         if order.steps > taken and room > taken and not self._over(deadline):
             recorder = self._recorder()
             recorder.start()
@@ -173,8 +173,8 @@ def write_trace(recorder: ProfileRecorder, file: Path) -> int:
         with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
             shutil.copyfileobj(source, target, 1 << 20)
         nbytes = packed.stat().st_size
-        if nbytes > MOST_BYTES:
-            raise OSError(f"the trace has {nbytes >> 20} MiB, over {MOST_BYTES >> 20}; ask for fewer steps")
+        if nbytes > MAX_BYTES:
+            raise OSError(f"the trace has {nbytes >> 20} MiB, over {MAX_BYTES >> 20}; ask for fewer steps")
         os.replace(packed, file)
         return nbytes
     finally:

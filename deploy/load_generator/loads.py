@@ -18,7 +18,7 @@ from deploy.load_generator.plan import (
 )
 from deploy.load_generator.trace import read_trace
 
-LEAST_REQUESTS, REQUESTS_PER_CLIENT = 12, 4
+MIN_REQUESTS, REQUESTS_PER_CLIENT = 12, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def open_load(rate: float, seconds: float, shape: PromptShape) -> Load:
 
 def closed_load(clients: int, requests: int | None, shape: PromptShape) -> Load:
     """Return a closed loop. Without `requests` it has 4 per client, at least 12."""
-    count = requests or max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * clients)
+    count = requests or max(MIN_REQUESTS, REQUESTS_PER_CLIENT * clients)
     return Load(f"{clients} clients", partial(closed_plan, count, shape), clients)
 
 

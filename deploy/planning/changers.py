@@ -20,7 +20,7 @@ from deploy.planning.settings import KubernetesTarget
 
 ANSWER_SECONDS = 10.0
 MERGE_PATCH = "application/merge-patch+json"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Changer(Protocol):
@@ -137,7 +137,7 @@ class KubernetesScaler:
             aiohttp.ClientSession(headers=headers) as session,
             session.request(method, url, data=data, ssl=self._api.tls()) as response,
         ):
-            answer = await read_body(response, MOST_BYTES)
+            answer = await read_body(response, MAX_BYTES)
             if response.status in (401, 403, 404):
                 raise ConfigError(
                     f"kubernetes.{role}",

@@ -33,7 +33,7 @@ ASSUMED_GROWTH = 0.5
 SPREAD = 2.0
 # A change that is taken back within this many cool-downs was a mistake: the next one needs a window twice as long.
 REGRET = 10.0
-MOST_CAUTION = 16
+MAX_CAUTION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def after_change(state: State, direction: Direction, now: float, limits: Limits)
         soon = now < state.changed_at + REGRET * limits.cool_down
         factor = caution.get(last, 1)
         regretted = soon and direction == OPPOSITE[last]
-        caution[last] = min(2 * factor, MOST_CAUTION) if regretted else max(factor // 2, 1)
+        caution[last] = min(2 * factor, MAX_CAUTION) if regretted else max(factor // 2, 1)
     return replace(state, changed_at=now, last=direction, caution=caution)
 
 

@@ -15,7 +15,7 @@ from common.observability.logs import Log
 from deploy.cluster_sample import ClusterSample
 from deploy.planning.changers import Changer
 from deploy.planning.decision import (
-    MOST_CAUTION,
+    MAX_CAUTION,
     Decision,
     Limits,
     Move,
@@ -37,7 +37,7 @@ class Planner:
     def __init__(self, limits: Limits, observer: Observer) -> None:
         self._limits = limits
         self._observer = observer
-        self._window: deque[Observation] = deque(maxlen=limits.window * MOST_CAUTION)
+        self._window: deque[Observation] = deque(maxlen=limits.window * MAX_CAUTION)
         self._state = State()
 
     def take(self, samples: Mapping[str, ClusterSample], replicas: Mapping[Role, int]) -> Decision:

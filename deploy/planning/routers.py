@@ -23,7 +23,7 @@ from deploy.openai_client import api_base, authorization
 from deploy.prepare import cluster_file_of
 
 ANSWER_SECONDS = 5.0
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 # Its own limit of five minutes is shorter than a change of roles may be; `_ask` has one for each request.
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
 NO_ANSWER = (OSError, TimeoutError, aiohttp.ClientError)
@@ -101,7 +101,7 @@ class Routers:
             aiohttp.ClientSession(connector=connector, headers=headers, timeout=NO_LIMIT) as session,
             session.request(method, base.with_path(path), json=body) as response,
         ):
-            return response.status, await read_body(response, MOST_BYTES)
+            return response.status, await read_body(response, MAX_BYTES)
 
 
 def _sentence(answer: bytes) -> str:

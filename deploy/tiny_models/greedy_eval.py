@@ -15,7 +15,7 @@ from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import Problem, exam, is_right
 
-MOST_NEW_TOKENS = 64  # the longest correct answer has 53
+MAX_NEW_TOKENS = 64  # the longest correct answer has 53
 PROMPT_TOKENS_PER_BATCH = 100_000
 
 Mode = Literal["chat", "completions"]
@@ -72,7 +72,7 @@ def evaluate(model: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> Score:
     per_batch = max(1, PROMPT_TOKENS_PER_BATCH // max(map(len, ids)))
     for start in range(0, len(order), per_batch):
         chosen = order[start : start + per_batch]
-        new = greedy(model, [ids[index] for index in chosen], pad, end, MOST_NEW_TOKENS)
+        new = greedy(model, [ids[index] for index in chosen], pad, end, MAX_NEW_TOKENS)
         texts = tokenizer.decode_batch(new)
         for index, text in zip(chosen, texts, strict=True):
             problem = asked[index][0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SHARD_BYTES = 2 << 30
 CHUNK_BYTES = 32 << 20  # copied from the device and written at a time
-MOST_THREADS = 32
+MAX_THREADS = 32
 DTYPES: Mapping[torch.dtype, str] = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
@@ -49,7 +49,7 @@ def write_shards(
     shards = _divided(tensors, most)
     names = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
     making = threading.Lock()
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1, len(shards))) as threads:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1, len(shards))) as threads:
         written = [
             threads.submit(_write_shard, directory / name, shard, device, making)
             for name, shard in zip(names, shards, strict=True)

@@ -29,14 +29,14 @@ from typing import NamedTuple, Protocol
 
 from common.errors import ConfigError
 
-MOST_KEYS = 16_384  # rows of a file; pages that no row uses take no memory
+MAX_KEYS = 16_384  # rows of a file; pages that no row uses take no memory
 LOCK_SECONDS = 2.0  # for which a process waits for the lock on its own file
 VERSION = 2  # of the layout
 _HEADER, _ROW = 3, 8  # words
 _VERSION, _COUNT, _CHANGES = range(3)
 _FREE = (2, 0)  # in place of a digest; a digest's first word is odd
 _REQUESTS, _TOKENS, _RUNNING, _REQUEST_LEVEL, _TOKEN_LEVEL, _WRITTEN = range(2, 8)
-_BYTES = 8 * (_HEADER + MOST_KEYS * _ROW)
+_BYTES = 8 * (_HEADER + MAX_KEYS * _ROW)
 
 
 class Use(NamedTuple):
@@ -236,7 +236,7 @@ class _File:
         row = self.find(digest)
         if row is None:
             count = self.words[_COUNT]
-            if count < MOST_KEYS:
+            if count < MAX_KEYS:
                 row = _HEADER + count * _ROW
                 self._write(row, digest)
                 self.words[_COUNT] = count + 1

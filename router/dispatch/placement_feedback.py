@@ -10,7 +10,7 @@ from router.metrics.placement_metrics import PlacementMetrics
 from router.nodes.health import NodeHealth
 from router.nodes.history import PlacementHistory
 
-LEAST_ANSWER = 8  # tokens: shorter answers say little about the steps of a node
+MIN_ANSWER = 8  # tokens: shorter answers say little about the steps of a node
 
 
 class PlacementFeedback:
@@ -63,7 +63,7 @@ class PlacementFeedback:
         # The prefill node draws the first token, and the measurement begins with the first decoded one.
         written = tokens - 2
         self._health.decoded(attempt.decode, took, written)
-        if written >= LEAST_ANSWER:
+        if written >= MIN_ANSWER:
             step_ms = 1000 * took / written * max(accept_length or 1.0, 1.0)
             self._history.steps.measured(attempt.decode.rooms.expected, step_ms)
 

@@ -30,8 +30,8 @@ from common.messages.identity import Role
 from router.dispatch.generation import GenerationRequest
 
 CLEARED_BY = 8  # tokens past the crash; the last tokens before it may not have arrived here
-MOST_SUSPECTS = 8192
-MOST_QUARANTINED = 1024
+MAX_SUSPECTS = 8192
+MAX_QUARANTINED = 1024
 RECENT_CRASHES = 64
 HASHED = 2048  # tokens at each end of a prompt
 
@@ -134,8 +134,8 @@ class Suspects:
             del self._suspects[convicted]
             self._quarantine[convicted] = self._clock()
         self._crashes[incarnation] = _Crash({key: known[key] for key in blamed}, convicted)
-        _trim(self._suspects, MOST_SUSPECTS)
-        _trim(self._quarantine, MOST_QUARANTINED)
+        _trim(self._suspects, MAX_SUSPECTS)
+        _trim(self._quarantine, MAX_QUARANTINED)
         _trim(self._crashes, RECENT_CRASHES)
         return convicted
 

@@ -19,7 +19,7 @@ from router.exchange.orders import AbortOrder, PauseOrder
 from router.exchange.series_text import labelled_all, merged
 
 ASK_SECONDS = 1.0  # for the answers of all processes together
-MOST_BYTES = 8 << 20  # of one answer
+MAX_BYTES = 8 << 20  # of one answer
 AT_ONCE = 8  # questions of this process to one other, and orders
 LATEST = "/host/requests"
 TIMELINES = LATEST + "/"
@@ -145,6 +145,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     answer = bytearray()
     async for piece in response.content.iter_any():
         answer += piece
-        if len(answer) > MOST_BYTES:
-            raise Overloaded(f"the answer has more than {MOST_BYTES} bytes")
+        if len(answer) > MAX_BYTES:
+            raise Overloaded(f"the answer has more than {MAX_BYTES} bytes")
     return bytes(answer)

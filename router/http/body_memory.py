@@ -17,9 +17,9 @@ MAX_RESERVED = 40 << 20
 # Bodies that wait for a reservation. The connection of each holds some 256 KiB unread.
 MAX_WAITING = 64
 BUSY = "too many large bodies are being received; try again later"
-# While others wait, an upload is ended once it has taken SLOW_SECONDS at less than LEAST_RATE bytes per second.
+# While others wait, an upload is ended once it has taken SLOW_SECONDS at less than MIN_RATE bytes per second.
 SLOW_SECONDS = 2.0
-LEAST_RATE = 256 << 10
+MIN_RATE = 256 << 10
 # It is also ended after this time if its client has more memory than the one that waits would have.
 FAIR_SECONDS = 8.0
 LOOK_SECONDS = 0.5  # interval at which slow uploads are looked for while others wait
@@ -41,7 +41,7 @@ class Reservation:
         return self.received / max(now - self.since, 1e-9)
 
     def is_slow(self, now: float) -> bool:
-        return now - self.since >= SLOW_SECONDS and self.rate(now) < LEAST_RATE
+        return now - self.since >= SLOW_SECONDS and self.rate(now) < MIN_RATE
 
 
 @dataclass(eq=False, slots=True)

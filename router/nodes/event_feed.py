@@ -20,9 +20,9 @@ import msgspec
 from common.kv_events.wire import SNAPSHOT, AllBlocksCleared, Batch, BlockStored, Event, hash_of
 
 ANSWER_SECONDS = 5.0  # after which a question counts as unanswered
-LEAST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two questions
+MIN_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two questions
 # Blocks, and events and batches without any, that are heard while an answer is awaited; of more, all are missing.
-MOST_HELD = 50_000
+MAX_HELD = 50_000
 
 
 class EventSink(Protocol):
@@ -46,7 +46,7 @@ class EventFeed:
         self._asked_at = 0.0
         self._answers = 0
         self._not_before = 0.0
-        self._pause = LEAST_PAUSE
+        self._pause = MIN_PAUSE
         self._takes_gaps = False  # the answer is all that there is, whatever is missing in it
         self._held: list[tuple[int, Batch]] = []
         self._held_size = 0
@@ -65,7 +65,7 @@ class EventFeed:
             self._hold(number, batch)
         elif number == self._expected:
             self._take(number, batch)
-            self._pause = LEAST_PAUSE
+            self._pause = MIN_PAUSE
         elif self._expected is not None and number > self._expected:
             self._gaps += 1
             self._hold(number, batch)
@@ -142,7 +142,7 @@ class EventFeed:
     def _hold(self, number: int, batch: Batch) -> None:
         self._held.append((number, batch))
         self._held_size += 1 + sum(_size(event) for event in batch.events)
-        if self._held_size > MOST_HELD:
+        if self._held_size > MAX_HELD:
             self._held, self._held_size = [], 0
 
     def _take(self, number: int, batch: Batch) -> None:

@@ -32,7 +32,7 @@ MESSAGES_PER_TURN = 20  # of one socket
 READ_SECONDS = 0.01  # after which a turn reads no further message of a socket
 REST = 4  # seconds in which a node is not read, per second that reading it has taken
 BLOCKS_PER_TURN = 2000  # of all nodes, that placement is told
-MOST_BACKLOG = 50_000  # blocks of one node that wait to be told
+MAX_BACKLOG = 50_000  # blocks of one node that wait to be told
 MAX_BATCH_BYTES = 8 << 20
 QUEUED_MESSAGES = 100  # of one socket
 
@@ -194,9 +194,9 @@ class EventReader:
         began, more = self._clock(), False
         if began < node.rests_until:
             return False
-        if node.replay in ready and node.feed.backlog < MOST_BACKLOG:
+        if node.replay in ready and node.feed.backlog < MAX_BACKLOG:
             more |= self._read_answers(node)
-        if node.events in ready and node.feed.backlog < MOST_BACKLOG:
+        if node.events in ready and node.feed.backlog < MAX_BACKLOG:
             more |= self._read_events(node)
         ended = self._clock()
         node.rests_until = ended + REST * (ended - began)

@@ -16,10 +16,10 @@ PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pa
 # Corruption is intermittent: successes do not clear its failures, and the pair is avoided for longer.
 CHECKSUM_LIMITS = BreakerLimits(failures=3, window=60.0, first_pause=30.0, longest_pause=600.0)
 NODE_LIMITS = BreakerLimits(failures=5, window=10.0, first_pause=1.0, longest_pause=30.0)
-LEAST_START_WEIGHT = 0.1  # weight of a node that has just registered
+MIN_START_WEIGHT = 0.1  # weight of a node that has just registered
 JUDGED_EVERY = 0.25  # seconds between two comparisons of node speeds
-LEAST_PROMPT = 64  # tokens: shorter prompts say little about the speed of a node
-LEAST_ANSWER = 4
+MIN_PROMPT = 64  # tokens: shorter prompts say little about the speed of a node
+MIN_ANSWER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class NodeHealth:
     def _start_weight(self, node: Node, now: float) -> float:
         """Return the weight of a node during its slow start."""
         progress = min(max((now - node.since) / self._slow_start, 0.0), 1.0)
-        return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * progress
+        return MIN_START_WEIGHT + (1.0 - MIN_START_WEIGHT) * progress
 
     def placed(self, prefill: Node, decode: Node) -> None:
         """Note that a request was placed on this pair. It is the trial request of breakers that are half-open."""
@@ -140,12 +140,12 @@ class NodeHealth:
 
     def prefilled(self, node: Node, seconds: float, tokens: int) -> None:
         """Measure a prefill of `tokens` prompt tokens that took `seconds`."""
-        if tokens >= LEAST_PROMPT and node.lost_by is None:
+        if tokens >= MIN_PROMPT and node.lost_by is None:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def decoded(self, node: Node, seconds: float, tokens: int) -> None:
         """Measure a decode of `tokens` tokens that took `seconds`."""
-        if tokens >= LEAST_ANSWER and node.lost_by is None:
+        if tokens >= MIN_ANSWER and node.lost_by is None:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def released(self, prefill: Node, decode: Node) -> None:

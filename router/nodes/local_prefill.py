@@ -16,7 +16,7 @@ from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placement import Candidate, decode_cost, decode_requests, prefill_cost
 from router.nodes.registry import Pair
 
-MOST_COMPARED = 8  # nodes whose halves are compared for one prompt
+MAX_COMPARED = 8  # nodes whose halves are compared for one prompt
 
 
 class LocalPrefill:
@@ -66,8 +66,8 @@ class LocalPrefill:
 
     def _usable(self, local: Sequence[Pair], avoid: Collection[str]) -> Sequence[Pair]:
         """Return the pairs that may be compared: healthy ones, and of many a sample."""
-        if len(local) > MOST_COMPARED:
-            local = self._rng.sample(local, MOST_COMPARED)
+        if len(local) > MAX_COMPARED:
+            local = self._rng.sample(local, MAX_COMPARED)
         refused = {*avoid, *self._health.nodes.blocked()}
         bad = self._health.bad_pairs()
         return [

@@ -7,7 +7,7 @@ from typing import NamedTuple
 KEPT = 0.998  # share of its weight that a measurement keeps when another one arrives
 LONGEST_MS = 60_000.0  # longer ones count as this: one node must not spoil the line of all
 # A further request costs something, whatever was measured, so that equal nodes share the load.
-LEAST_SLOPE_MS = 0.02
+MIN_SLOPE_MS = 0.02
 
 
 class StepTime(NamedTuple):
@@ -61,5 +61,5 @@ class MeasuredSteps:
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x * mean_x
         together = self._xy / self._weight - mean_x * mean_y
-        each = max(together / spread if spread > 1e-9 else 0.0, LEAST_SLOPE_MS)
+        each = max(together / spread if spread > 1e-9 else 0.0, MIN_SLOPE_MS)
         return StepTime(max(mean_y - each * mean_x, 0.0), each)

@@ -16,7 +16,7 @@ FACTOR = 3.0
 RECOVERED = 2.0  # a slow node has recovered below this multiple of the median
 SUSTAINED = 3.0  # seconds
 STALE = 15.0
-LEAST_WEIGHT = 0.1
+MIN_WEIGHT = 0.1
 SMOOTHING = 0.1  # weight of one measurement in the moving average
 ENOUGH = 5  # measurements that a node needs before it is compared
 
@@ -103,7 +103,7 @@ class Outliers:
             if speed.slow_since is None:
                 speed.slow_since = now
             if now - speed.slow_since >= SUSTAINED:
-                speed.weight = max(median / speed.per_token, LEAST_WEIGHT)
+                speed.weight = max(median / speed.per_token, MIN_WEIGHT)
 
     def forget(self, incarnation: str) -> None:
         self._speeds.pop(incarnation, None)

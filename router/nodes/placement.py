@@ -16,8 +16,8 @@ from common.placements import PLACEMENTS
 from router.nodes.measured_steps import UNMEASURED, StepTime
 
 _NAME = attrgetter("name")
-LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
-MOST_REDUCED = 4096  # nodes of reduced weight that a policy remembers
+MIN_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
+MAX_REDUCED = 4096  # nodes of reduced weight that a policy remembers
 ANSWER_TOKENS = 256  # length of the answer whose predicted time is the cost of a decode node
 KEPT_FREE = 0.2  # share of a pool that running requests will still need
 
@@ -103,7 +103,7 @@ class Shares:
         self._forget(full)
         credit = self._credit
         for each in reduced:
-            share = max(each.weight, LEAST_WEIGHT * most) / total
+            share = max(each.weight, MIN_WEIGHT * most) / total
             credit[each.name] = min(credit.get(each.name, 0.0) + share, 2.0)
         due = [c for c in reduced if credit[c.name] > 1.0 - 1e-9]
         return full, due
@@ -112,7 +112,7 @@ class Shares:
         """Forget nodes that have their full weight, and all if those that are gone may be too many."""
         for each in full:
             self._credit.pop(each.name, None)
-        if len(self._credit) > MOST_REDUCED:
+        if len(self._credit) > MAX_REDUCED:
             self._credit.clear()
 
     def take(self, chosen: Candidate) -> None:
@@ -217,7 +217,7 @@ class LeastLoaded:
 
 def _per_weight(cost: float, weight: float) -> float:
     """Return a cost that is higher for a lower weight. With a session or a temperature costs may be negative."""
-    share = max(weight, LEAST_WEIGHT)
+    share = max(weight, MIN_WEIGHT)
     return cost / share if cost > 0 else cost * share
 
 

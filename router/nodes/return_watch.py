@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from common.messages.identity import Role
 from common.node_names import NO_NAMES, NodeNames
 
-MOST_AWAY = 256  # names by patterns that are remembered; beyond it those that left first are forgotten
+MAX_AWAY = 256  # names by patterns that are remembered; beyond it those that left first are forgotten
 
 
 class ReturnWatch:
@@ -39,7 +39,7 @@ class ReturnWatch:
                     del away[old]
             away.pop(name, None)
             away[name] = now
-            if len(away) > len(self._configured[role].listed) + MOST_AWAY:
+            if len(away) > len(self._configured[role].listed) + MAX_AWAY:
                 # The order is that in which they left.
                 del away[next(each for each in away if each not in listed)]
 

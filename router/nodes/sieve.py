@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from router.nodes.health import NodeHealth
-from router.nodes.placement import LEAST_WEIGHT
+from router.nodes.placement import MIN_WEIGHT
 from router.nodes.registry import EligibleNodes, Node
 
 
@@ -44,7 +44,7 @@ class Sieve:
                 continue
             if weight >= 1.0:
                 full.append(node)
-            elif self._rng.random() * size < max(weight, LEAST_WEIGHT):
+            elif self._rng.random() * size < max(weight, MIN_WEIGHT):
                 drawn.append(node)
         return Passed(drawn, full)
 

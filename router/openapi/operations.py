@@ -31,7 +31,7 @@ from router.requests.tokenize_requests import (
     TokenizeRequest,
 )
 from router.routes.control import AbortRequest, ServerLoad
-from router.routes.status import MOST_LISTED
+from router.routes.status import MAX_LISTED
 
 EMPTY = ""  # no body
 
@@ -63,7 +63,7 @@ class Operation:
 
 
 _TIMEOUT = ("timeout", {"type": "number", "minimum": 0, "maximum": 60})
-_LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": MOST_LISTED})
+_LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED})
 
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, streams=True),

@@ -26,7 +26,7 @@ YOUNG, MIDDLE = 3_500, 2
 NEVER = 1 << 30
 # Memory blocks of Python, some 70 bytes each, by which the process may grow before a full collection runs even in a
 # crowd, and the blocks of a live request, which are not garbage.
-MOST_GROWN, BLOCKS_PER_REQUEST = 2_000_000, 400
+MAX_GROWN, BLOCKS_PER_REQUEST = 2_000_000, 400
 # Connections, and requests in flight, up to which a full collection takes a few milliseconds.
 QUIET = 64
 INTERVAL = 2.0  # seconds
@@ -50,7 +50,7 @@ def full_collection_is_due(pending: int, connections: int, active: int, grown: i
     """
     if pending and (not active or max(connections, active) <= QUIET):
         return True
-    return grown > MOST_GROWN + active * BLOCKS_PER_REQUEST
+    return grown > MAX_GROWN + active * BLOCKS_PER_REQUEST
 
 
 async def collect_when_quiet(

@@ -24,7 +24,7 @@ import msgspec
 from common.one_thread import ONE_THREAD
 from router.process.child_process import START_BYTES
 
-MOST_PRINTED = 2000
+MAX_PRINTED = 2000
 PIECE = 1 << 16  # bytes read at once
 OUTPUT_SECONDS = 1.0  # how long to wait for the end of the output once a process has ended
 
@@ -58,7 +58,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     code: int
-    printed: str  # the last characters that it printed, at most MOST_PRINTED
+    printed: str  # the last characters that it printed, at most MAX_PRINTED
 
 
 _requests: msgspec.msgpack.Decoder[Start | Kill] = msgspec.msgpack.Decoder(Start | Kill)
@@ -80,12 +80,12 @@ class _Output:
         """Return the end of the output of a process that has ended."""
         # It lasts if the process has left its output to another one.
         self._thread.join(OUTPUT_SECONDS)
-        return self._kept.decode(errors="replace")[-MOST_PRINTED:]
+        return self._kept.decode(errors="replace")[-MAX_PRINTED:]
 
     def _read(self) -> None:
         while piece := os.read(self._pipe, PIECE):
             # A character of UTF-8 has up to four bytes.
-            self._kept = (self._kept + piece)[-4 * MOST_PRINTED :]
+            self._kept = (self._kept + piece)[-4 * MAX_PRINTED :]
             if not self._discard:
                 with contextlib.suppress(OSError):
                     os.write(2, piece)

@@ -17,8 +17,8 @@ from types import FrameType
 from common.observability.profile_files import keep_latest, new_file
 
 SAMPLE_SECONDS = 0.005
-MOST_FRAMES = 100  # of a stack, the innermost ones
-MOST_STACKS = 20_000  # different ones in a file
+MAX_FRAMES = 100  # of a stack, the innermost ones
+MAX_STACKS = 20_000  # different ones in a file
 ENDING = ".stacks.txt.gz"
 
 
@@ -34,7 +34,7 @@ def sample(thread: int, seconds: float, ended: threading.Event) -> Counter[str]:
         if frame is None:
             break
         stack = _folded(frame)
-        if stack in stacks or len(stacks) < MOST_STACKS:
+        if stack in stacks or len(stacks) < MAX_STACKS:
             stacks[stack] += 1
         ended.wait(SAMPLE_SECONDS)
     return stacks
@@ -42,7 +42,7 @@ def sample(thread: int, seconds: float, ended: threading.Event) -> Counter[str]:
 
 def _folded(frame: FrameType | None) -> str:
     names: list[str] = []
-    while frame is not None and len(names) < MOST_FRAMES:
+    while frame is not None and len(names) < MAX_FRAMES:
         code = frame.f_code
         names.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}")
         frame = frame.f_back

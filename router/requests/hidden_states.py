@@ -12,7 +12,7 @@ from router.requests.openai_schema import SharedFields
 
 FIELD = "return_hidden_states"
 # Bytes of all answers in progress. Nodes never have more of them on their way to the router.
-MOST_HELD = 256 << 20
+MAX_HELD = 256 << 20
 _MIB = 1 << 20
 
 
@@ -55,7 +55,7 @@ def answer_states(
 class StateMemory:
     """The memory for the hidden states of all answers in progress."""
 
-    def __init__(self, most: int = MOST_HELD) -> None:
+    def __init__(self, most: int = MAX_HELD) -> None:
         self._most = most
         self.held = 0  # bytes
 

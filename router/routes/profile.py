@@ -13,7 +13,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from common.errors import ConfigError, Conflict, InvalidRequest, Unavailable, UnknownNode
-from common.messages.node_inbox import MOST_PROFILE_SECONDS, MOST_PROFILE_STEPS
+from common.messages.node_inbox import MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from router.http.errors import json_response
 from router.http.request_body import received
 from router.nodes.profiles import NodeProfiles
@@ -26,8 +26,8 @@ ROUTER_STEPS = "num_steps counts steps of nodes; leave it out for a router proce
 class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body. A profile ends after `seconds`, or after `num_steps` steps of the node."""
 
-    seconds: Annotated[float, Meta(gt=0, le=MOST_PROFILE_SECONDS)] = 5.0
-    num_steps: Annotated[int, Meta(ge=1, le=MOST_PROFILE_STEPS)] | None = None
+    seconds: Annotated[float, Meta(gt=0, le=MAX_PROFILE_SECONDS)] = 5.0
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILE_STEPS)] | None = None
 
 
 _decoder = msgspec.json.Decoder(ProfileRequest)
@@ -63,7 +63,7 @@ class ProfileRoutes:
             return json_response(await self._own(asked))
         if name in self._peers:
             raise UnknownNode(f"{self._name} answers here; ask {name} at {self._peers[name]}", param="name")
-        ended = await self._nodes.record(name, asked.seconds, asked.num_steps or MOST_PROFILE_STEPS)
+        ended = await self._nodes.record(name, asked.seconds, asked.num_steps or MAX_PROFILE_STEPS)
         answer = {
             "name": name,
             "rank": 0,

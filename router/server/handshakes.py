@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 SLOTS = 16  # an RSA key of 2,048 bits takes a millisecond per handshake
 SLOT_SECONDS = 1.0  # a handshake that takes longer is ended while another client waits
 # Connections whose handshake has not ended. For another one, the oldest is closed: it has had the most time.
-MOST_PENDING = 2048
+MAX_PENDING = 2048
 
 RECORD_HEAD = 5  # bytes: type, version, length
 MESSAGE_HEAD = 4  # bytes: type, length
@@ -56,7 +56,7 @@ class TlsHandshakes:
         """
         task = asyncio.current_task()
         assert task is not None
-        if len(self._pending) >= MOST_PENDING:
+        if len(self._pending) >= MAX_PENDING:
             # It ends only in a later turn of the loop, but no longer counts: the next arrival ends another one.
             oldest = next(iter(self._pending))
             del self._pending[oldest]

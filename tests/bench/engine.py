@@ -77,7 +77,7 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 NOBODY = NodeRef(name="bench", role="prefill", incarnation="")
 LOG = Log("bench")
 WARM_UP = 3
-MOST_CODE = 0x38  # the code of 1.0
+MAX_CODE = 0x38  # the code of 1.0
 PROMPT_GRAPHS = ["breakable", "piecewise-eager", "piecewise-inductor", "none"]
 
 
@@ -120,7 +120,7 @@ def constructed_runner(
     buckets = prefill_token_buckets(chunk)
     # Reading zeros takes as long but draws less power.
     eight_bits = kv.dtype is not None
-    pool.storage.random_(0, MOST_CODE) if eight_bits else pool.storage.view(placement.dtype).normal_()
+    pool.storage.random_(0, MAX_CODE) if eight_bits else pool.storage.view(placement.dtype).normal_()
     for layer in range(config.num_layers):
         for plane in pool.planes(layer).values():
             plane[0].zero_()

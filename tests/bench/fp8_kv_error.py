@@ -28,7 +28,7 @@ from deploy.tiny_models.word_problems import exam, is_right
 from tests.unit.engine.paged_driver import Driver
 
 MODELS = Path(__file__).parents[2] / "deploy" / "tiny_models"
-MOST_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 64
 PAGE = 16
 
 
@@ -54,12 +54,12 @@ def logits_of(model: CausalLM, ids: Sequence[int], after: int, kv: KvValues) -> 
 
 def answer(model: CausalLM, prompt: Sequence[int], end: int, kv: KvValues) -> list[int]:
     """Return the greedy answer up to the token `end`."""
-    text = torch.zeros(len(prompt) + MOST_NEW_TOKENS, dtype=torch.int64)
+    text = torch.zeros(len(prompt) + MAX_NEW_TOKENS, dtype=torch.int64)
     text[: len(prompt)] = torch.tensor(prompt)
     driver = Driver(model, [text], PAGE, kv=kv)
     logits = driver.run([0], [len(prompt)]).logits
     new: list[int] = []
-    while len(new) < MOST_NEW_TOKENS and (token := int(logits[-1].argmax())) != end:
+    while len(new) < MAX_NEW_TOKENS and (token := int(logits[-1].argmax())) != end:
         text[len(prompt) + len(new)] = token
         new.append(token)
         logits = driver.run([0], [1], ForwardMode.DECODE).logits

@@ -37,7 +37,7 @@ from tests.bench.timing import copy_bandwidth, graph_us, sets_for, wake
 
 SUMMED, GATED = ("o", "down"), "gate_up"
 SHARED = 225 << 10
-MOST_SUMS = 128 * 256  # limit per program, in registers
+MAX_SUMS = 128 * 256  # limit per program, in registers
 KINDS = [  # (columns, depth, warps, stages)
     (64, 128, 4, 4),
     (64, 128, 4, 6),
@@ -100,7 +100,7 @@ def _cases(name: str, size: int, rows: int, tiles: Fp8Tiles, processors: int) ->
     weights = 2 if name == GATED else 1
     if (
         tiles.shared_bytes(weights if tiles.together == 1 else 1) > SHARED
-        or weights * tiles.rows * tiles.columns > MOST_SUMS
+        or weights * tiles.rows * tiles.columns > MAX_SUMS
     ):
         return
     programs = cdiv(size // weights, tiles.columns) * cdiv(rows, tiles.rows)

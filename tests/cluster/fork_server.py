@@ -38,7 +38,7 @@ PRELOADED = (
     "pydantic.type_adapter",
     "pydantic.fields",
 )
-MOST_BYTES = 65_536  # limit for one order
+MAX_BYTES = 65_536  # limit for one order
 
 
 class Started(Protocol):
@@ -210,7 +210,7 @@ class _Server:
                     self._ended.recv(4096)
                     self._reap()
                     continue
-                content, descriptors, _, _ = socket.recv_fds(self._orders, MOST_BYTES, 2)
+                content, descriptors, _, _ = socket.recv_fds(self._orders, MAX_BYTES, 2)
                 if not content:
                     return None
                 report, log = socket.socket(fileno=descriptors[0]), descriptors[1]

@@ -7,13 +7,13 @@ from typing import Any
 
 from tests.cluster.harness import Answer, Client
 
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 
 
 async def complete_until_retracted(
     client: Client, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[list[Answer], int, dict[str, Any]]:
-    """Complete all prompts at once, and again if none was retracted, at most MOST_ROUNDS times.
+    """Complete all prompts at once, and again if none was retracted, at most MAX_ROUNDS times.
 
     On a busy machine answers may end before others begin, so that all pages suffice.
 
@@ -22,7 +22,7 @@ async def complete_until_retracted(
     answers: list[Answer] = []
     counters: dict[str, Any] = {"retractions": 0}
     rounds = 0
-    while not counters["retractions"] and rounds < MOST_ROUNDS:
+    while not counters["retractions"] and rounds < MAX_ROUNDS:
         answers += await client.complete_all(prompts, len(prompts), max_tokens)
         rounds += 1
         await client.wait_idle()

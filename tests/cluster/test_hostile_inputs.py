@@ -34,7 +34,7 @@ from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
-MOST_GROWTH_MIB = 100
+MAX_GROWTH_MIB = 100
 STREAMS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "How many apples are 3 and 4 apples?"}], "max_tokens": 300},
     {
@@ -110,7 +110,7 @@ def expect_unharmed(cluster: RunningCluster, memory: Memory) -> None:
         assert "Traceback" not in cluster.log(name)
     assert '"node lost"' not in cluster.log("router")
     growth = memory.growth()
-    assert max(growth.values()) < MOST_GROWTH_MIB, growth
+    assert max(growth.values()) < MAX_GROWTH_MIB, growth
 
 
 async def test_bytes_at_every_port_of_a_node(attacked: RunningCluster) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LEAST_REPLAYED = 0.95  # share of a phase's forwards
-LEAST_FOUND, MOST_RECEIVED = 0.9, 0.05  # shares of the prompt tokens of a round
+MIN_REPLAYED = 0.95  # share of a phase's forwards
+MIN_FOUND, MAX_RECEIVED = 0.9, 0.05  # shares of the prompt tokens of a round
 
 
 def score(report: dict[str, Any], least: str) -> Iterator[str]:
@@ -61,7 +61,7 @@ def sooner(served: dict[str, Any], eager_file: str, share: str) -> Iterator[str]
 
 def _replayed(node: str, total: dict[str, Any]) -> Iterator[str]:
     replayed, eager = total["replays"], sum(total["fallbacks"].values())
-    if total["captured"] and replayed < LEAST_REPLAYED * (replayed + eager):
+    if total["captured"] and replayed < MIN_REPLAYED * (replayed + eager):
         yield (
             f"{node}: {replayed} of {replayed + eager} forwards of {total['phase']} "
             f"({total['model']}) replayed a graph; "
@@ -85,12 +85,12 @@ def tier(report: dict[str, Any], engine: str) -> Iterator[str]:
     after = [report["before"], *(each["after"] for each in report["rounds"])]
     prompts, own = report["prompt_tokens"], [each[engine] for each in after]
     first = own[1]["received"] - own[0]["received"]
-    if first < LEAST_FOUND * prompts:
+    if first < MIN_FOUND * prompts:
         yield f"{engine} received {first:.0f} of {prompts} prompt tokens in the first round: it had some of them"
     found, received = (own[-1][name] - own[-2][name] for name in ("hits", "received"))
-    if found < LEAST_FOUND * prompts:
+    if found < MIN_FOUND * prompts:
         yield f"{engine} found {found:.0f} of {prompts} prompt tokens in host memory in the last round"
-    if received > MOST_RECEIVED * prompts:
+    if received > MAX_RECEIVED * prompts:
         yield f"{engine} received {received:.0f} of {prompts} prompt tokens in the last round"
     for name, counted in after[-1].items():
         for wrong in ("checksum_failures", "missing_marks"):

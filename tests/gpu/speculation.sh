@@ -12,7 +12,7 @@ process: {run_dir: /tmp/run-spec}
 YAML
     timeout 60 python3 -m deploy.cli up /tmp/spec.yaml --detach 2>&1 | tail -4
 }
-stop() { # LEAST_ACCEPT_LENGTH
+stop() { # MIN_ACCEPT_LENGTH
     curl -sf http://127.0.0.1:8000/server_info >"$out/server_info-spec.json"
     expect replays "$out/server_info-spec.json"
     expect accepts "$out/server_info-spec.json" "$1"

@@ -18,7 +18,7 @@ import torch
 
 from common.engine.ops.triton_kernel import compiling_only, has_triton, triton
 
-MOST_THREADS = 32  # beyond, Triton's share of Python, a fifth of a compilation, is what takes the time
+MAX_THREADS = 32  # beyond, Triton's share of Python, a fifth of a compilation, is what takes the time
 
 
 class KernelsAhead:
@@ -55,7 +55,7 @@ def compiling_ahead(device: torch.device, threads: int | None = None) -> Iterato
         threads: by default, as many as the process has cores.
     """
     assert has_triton(), "nothing to compile"
-    count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    count = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
     on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
     with ThreadPoolExecutor(count, "compile", *on_device) as pool:
         mode = triton.AsyncCompileMode(_LoadingExecutor(pool), ignore_errors=True)

@@ -8,9 +8,9 @@ import os
 
 LINE = 16  # numbers of 8 bytes of one rank: two cache lines
 TEXT_BYTES = 256  # of one rank
-MOST_RANKS = 64
-TEXTS = MOST_RANKS * LINE * 8  # where the texts begin
-TOTAL = TEXTS + MOST_RANKS * TEXT_BYTES
+MAX_RANKS = 64
+TEXTS = MAX_RANKS * LINE * 8  # where the texts begin
+TOTAL = TEXTS + MAX_RANKS * TEXT_BYTES
 
 
 class Told(enum.IntEnum):

@@ -10,7 +10,7 @@ import msgspec
 from common.engine.collectives.endpoints import GroupEndpoint
 from common.ipc.ring import RingSpec
 
-MOST_BYTES = 1 << 28  # limit for one message, against a damaged length
+MAX_BYTES = 1 << 28  # limit for one message, against a damaged length
 
 
 class RankRings(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from common.errors import RankFailed
-from common.node.ranks.messages import MOST_BYTES
+from common.node.ranks.messages import MAX_BYTES
 
 LENGTH = struct.Struct("<I")
 SEND_SECONDS = 60.0
@@ -43,7 +43,7 @@ class StartChannel(Generic[Message]):
         """Return the next message. Raises RankFailed if the peer has ended or sends nothing for `timeout` seconds."""
         until = time.monotonic() + timeout
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size, until))
-        if length > MOST_BYTES:
+        if length > MAX_BYTES:
             raise self._failed(f"announces a message of {length} bytes, which no message has")
         return self._decoder.decode(self._exactly(length, until))
 

@@ -15,7 +15,7 @@ from deploy.tiny_models.drafts.features import Shared, target_features
 from deploy.tiny_models.drafts.heads import Eagle3Head, Head, StandaloneHead
 from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
 from deploy.tiny_models.generation import greedy
-from deploy.tiny_models.greedy_eval import MOST_NEW_TOKENS, prompts
+from deploy.tiny_models.greedy_eval import MAX_NEW_TOKENS, prompts
 from deploy.tiny_models.greedy_eval import Suite as Asked
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.prompts import QUESTION, SHOT_END
@@ -79,10 +79,10 @@ def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) ->
     end: int = tokenizer.encode(family.END, add_special_tokens=False).ids[0]
     blank: list[int] = tokenizer.encode(SHOT_END, add_special_tokens=False).ids if suite.answers else []
     answered = []
-    per_batch = max(1, TOKENS_PER_BATCH // (len(asked[-1]) + MOST_NEW_TOKENS))
+    per_batch = max(1, TOKENS_PER_BATCH // (len(asked[-1]) + MAX_NEW_TOKENS))
     for start in range(0, len(asked), per_batch):
         chosen = asked[start : start + per_batch]
-        for ids, new in zip(chosen, greedy(target, chosen, 0, end, MOST_NEW_TOKENS), strict=True):
+        for ids, new in zip(chosen, greedy(target, chosen, 0, end, MAX_NEW_TOKENS), strict=True):
             answered.append(Answered([*ids, *_cut(new, end, blank)], len(ids)))
     return answered
 

@@ -30,7 +30,7 @@ from deploy.tiny_models.tool_calls.chat_form import (
 )
 from deploy.tiny_models.tool_calls.conversations import Conversation
 
-MOST_NEW_TOKENS = 192
+MAX_NEW_TOKENS = 192
 PROMPT_TOKENS_PER_BATCH = 100_000
 EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
 _CALL = re.compile(rf"{CALL}\s*(.*?)\s*{CALL_END}", re.DOTALL)
@@ -140,10 +140,10 @@ def _generate(model: LanguageModel, tokenizer: Tokenizer, taken: Sequence[_Taken
     pad, end = id_of(tokenizer, PAD), id_of(tokenizer, END)
     ids = [tokenizer.encode(each.prompt, add_special_tokens=False).ids for each in taken]
     order = sorted(range(len(taken)), key=lambda index: len(ids[index]))
-    per_batch = max(1, PROMPT_TOKENS_PER_BATCH // (len(ids[order[-1]]) + MOST_NEW_TOKENS))
+    per_batch = max(1, PROMPT_TOKENS_PER_BATCH // (len(ids[order[-1]]) + MAX_NEW_TOKENS))
     for start in range(0, len(order), per_batch):
         chosen = order[start : start + per_batch]
-        new = greedy(model, [ids[index] for index in chosen], pad, end, MOST_NEW_TOKENS)
+        new = greedy(model, [ids[index] for index in chosen], pad, end, MAX_NEW_TOKENS)
         for index, tokens in zip(chosen, new, strict=True):
             cut = tokens[: tokens.index(end) + 1] if end in tokens else tokens
             taken[index].said = tokenizer.decode(cut)

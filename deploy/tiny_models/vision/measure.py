@@ -23,7 +23,7 @@ from deploy.tiny_models.vision.checkpoint import language_model
 from deploy.tiny_models.vision.examples import prompt
 from deploy.tiny_models.vision.questions import Question, is_right, questions
 
-MOST_NEW_TOKENS = 96  # the longest correct answer has 80
+MAX_NEW_TOKENS = 96  # the longest correct answer has 80
 ROWS = 256
 SEED = 2_024
 
@@ -63,7 +63,7 @@ def answers(
     pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
     settings = {
         "do_sample": False,
-        "max_new_tokens": MOST_NEW_TOKENS,
+        "max_new_tokens": MAX_NEW_TOKENS,
         "eos_token_id": [end],
         "pad_token_id": pad,
     }

@@ -16,7 +16,7 @@ from kv_transfer.transport.page_digest import as_digests
 
 # More comparisons at a time, and prompts of more pages, get buffers of their own.
 _KEPT: Final = 8
-_MOST_PAGES: Final = 1024
+_MAX_PAGES: Final = 1024
 _IN_ADVANCE: Final = 2
 # Words before those of pages: that of the state, and one that keeps the address of the pages aligned.
 _STATE: Final = 2
@@ -74,7 +74,7 @@ class DigestBuffers:
     def __init__(self, num_pages: int, device: torch.device) -> None:
         """Make the first buffers, on the current stream. `num_pages`: of the pool."""
         self._device = device
-        self._capacity = -(-min(num_pages, _MOST_PAGES) // 4) * 4
+        self._capacity = -(-min(num_pages, _MAX_PAGES) // 4) * 4
         self._free = [DigestBuffer(self._capacity, device) for _ in range(_IN_ADVANCE)]
 
     def __len__(self) -> int:

@@ -56,8 +56,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def handshakes(kernel: Kernel, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OpenHandshakes:
-    monkeypatch.setattr(handshake_guard, "MOST_HANDSHAKES", 5)
-    monkeypatch.setattr(handshake_guard, "MOST_OF_A_SOURCE", 3)
+    monkeypatch.setattr(handshake_guard, "MAX_HANDSHAKES", 5)
+    monkeypatch.setattr(handshake_guard, "MAX_HANDSHAKES_PER_SOURCE", 3)
     return OpenHandshakes(kernel, clock)
 
 
@@ -150,7 +150,7 @@ def curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rou
 def test_a_flood_of_half_open_connections_keeps_no_peer_out(
     curve: tuple[RouterSocket, Dealer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake_guard, "MOST_OF_A_SOURCE", 20)
+    monkeypatch.setattr(handshake_guard, "MAX_HANDSHAKES_PER_SOURCE", 20)
     server, honest = curve
     handshakes = server.handshakes
     assert handshakes is not None

@@ -12,7 +12,7 @@ import pytest
 from common.ipc import Dealer, RouterSocket
 from common.ipc import dealer as dealer_module
 from common.ipc.curve import Curve
-from common.ipc.host_lookup import MOST_ADDRESSES, FixedHost, HostLookup, host_of, resolve
+from common.ipc.host_lookup import MAX_ADDRESSES, FixedHost, HostLookup, host_of, resolve
 from common.ipc.key_files import make_key_pairs
 from tests.fakes.held_context import Context
 from tests.fakes.waiting import PATIENCE, until
@@ -121,7 +121,7 @@ def test_a_name_has_a_bounded_number_of_addresses() -> None:
     while (found := lookup.next()) not in seen:
         assert found is not None
         seen.add(found)
-    assert len(seen) == MOST_ADDRESSES
+    assert len(seen) == MAX_ADDRESSES
 
 
 @pytest.mark.parametrize("error", [OSError("no network"), UnicodeError("label too long")])

@@ -56,7 +56,7 @@ def test_memory_that_is_not_there_yet_is_left_alone() -> None:
 
 
 def test_a_large_area_is_taken_in_pieces_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "MOST_AT_ONCE", 4)
+    monkeypatch.setattr(huge_pages, "MAX_AT_ONCE", 4)
     maps = [f"{100 * HUGE:x}-{110 * HUGE:x} rw-p 00000000 00:00 0"]
     assert collapsed(Memory(), maps) == [(100, 4), (104, 4), (108, 2)]
     assert collapsed(Memory(seconds=1.5), maps) == [(100, 4), (104, 4)]

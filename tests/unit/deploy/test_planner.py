@@ -155,7 +155,7 @@ async def test_long_answers_are_read_to_their_end(monkeypatch: pytest.MonkeyPatc
         (sample,) = (await Routers(url, KEY).read()).values()
     assert sample.first_tokens.total == 10
     assert sample.gap_seconds == pytest.approx(0.1)
-    monkeypatch.setattr("deploy.planning.routers.MOST_BYTES", 100_000)
+    monkeypatch.setattr("deploy.planning.routers.MAX_BYTES", 100_000)
     async with serving(router.routes()) as url:
         with pytest.raises(OSError, match="more than 100000 bytes"):
             await Routers(url, KEY).read()

@@ -10,7 +10,7 @@ import pytest
 
 from common.messages.identity import Role
 from deploy.planning.decision import (
-    MOST_CAUTION,
+    MAX_CAUTION,
     OPPOSITE,
     Limits,
     Move,
@@ -168,7 +168,7 @@ def test_a_change_that_was_soon_taken_back_needs_longer_evidence() -> None:
     assert state.caution == {"prefill": 2, "decode": 1}
     for _ in range(20):
         state = after_change(after_change(state, "prefill", 30_000.0, LIMITS), "decode", 30_001.0, LIMITS)
-    assert state.caution == {"prefill": MOST_CAUTION, "decode": MOST_CAUTION}
+    assert state.caution == {"prefill": MAX_CAUTION, "decode": MAX_CAUTION}
 
 
 def test_directions_of_replicas_have_opposites() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from deploy.eval_cli import run
 from deploy.tiny_models.tool_calls.conversations import Conversation, exam
-from deploy.tool_exam import MOST_CALL_TURNS, Calls, ToolConversation, conversations
+from deploy.tool_exam import MAX_CALL_TURNS, Calls, ToolConversation, conversations
 
 app = typer.Typer()
 app.command()(run)
@@ -104,7 +104,7 @@ async def test_a_server_that_only_calls_is_not_asked_for_ever(tmp_path: Path) ->
         arguments = [str(running.make_url("/")), "--tools", "--count", str(COUNT), "--concurrency", "1"]
         result = await asyncio.to_thread(lambda: words.invoke(app, arguments))
     assert result.exit_code == 1
-    assert len(called) > MOST_CALL_TURNS
+    assert len(called) > MAX_CALL_TURNS
     assert "the reply's text is None" in result.stderr
 
 

@@ -147,7 +147,7 @@ def test_a_router_that_drains_gets_no_new_links(server: FakeApiServer, tmp_path:
 def test_a_list_that_is_huge_or_no_list_takes_no_router_away(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
-    monkeypatch.setattr(slices, "MOST_BYTES", 2000)
+    monkeypatch.setattr(slices, "MAX_BYTES", 2000)
     with following(server, tmp_path) as routers:
         one, two = routers.slots
         assert until(one.next) == ONE
@@ -165,8 +165,8 @@ def test_a_list_that_is_huge_or_no_list_takes_no_router_away(
 def test_more_slices_and_routers_than_are_used(
     server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "MOST_SLICES", 2)
-    monkeypatch.setattr(slices, "MOST_ADDRESSES", 3)
+    monkeypatch.setattr(slices, "MAX_SLICES", 2)
+    monkeypatch.setattr(slices, "MAX_ADDRESSES", 3)
     server.slices = [
         slice_of(name, endpoint(f"10.0.{at}.1"), endpoint(f"10.0.{at}.2")) for at, name in enumerate("abc")
     ]

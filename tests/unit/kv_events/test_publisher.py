@@ -314,7 +314,7 @@ class Defect:
 def test_a_defect_is_told_and_publishing_begins_again(
     connected: Connected, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.05)
+    monkeypatch.setattr(publishing, "MIN_PAUSE", 0.05)
     publisher, subscriber = connected.publisher, connected.subscriber
     defect = Defect(monkeypatch, 2)
     connected.insert(1)
@@ -338,7 +338,7 @@ def test_a_defect_that_stays_keeps_no_processor_busy(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The third pause is longer than the usual first one.
-    monkeypatch.setattr(publishing, "LEAST_PAUSE", least := 0.04)
+    monkeypatch.setattr(publishing, "MIN_PAUSE", least := 0.04)
     publisher, defect = connected.publisher, Defect(monkeypatch, 1_000_000)
     connected.insert(1)
     until(lambda: publisher.failures >= 4)
@@ -354,7 +354,7 @@ def test_a_defect_that_stays_keeps_no_processor_busy(
 def test_a_question_that_meets_a_defect_changes_nothing_that_was_told(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.02)
+    monkeypatch.setattr(publishing, "MIN_PAUSE", 0.02)
     Defect(monkeypatch, 1)
     connected.subscriber.send(b"", SNAPSHOT.to_bytes(8, "big"))
     until(lambda: connected.publisher.failures)

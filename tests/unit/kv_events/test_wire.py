@@ -131,11 +131,11 @@ def stored_with(**fields: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "events",
     [
-        pytest.param([["BlockRemoved", []]] * (wire.MOST_EVENTS + 1), id="events"),
-        pytest.param([["BlockRemoved", [1] * (wire.MOST_BLOCKS + 1)]], id="blocks of one event"),
-        pytest.param([["BlockRemoved", [1] * (wire.MOST_BLOCKS // 2 + 1)]] * 2, id="blocks of two events"),
-        pytest.param([stored_with(medium="G" * (wire.MOST_NAME + 1))], id="medium"),
-        pytest.param([stored_with(lora_name="a" * (wire.MOST_NAME + 1))], id="name"),
+        pytest.param([["BlockRemoved", []]] * (wire.MAX_EVENTS + 1), id="events"),
+        pytest.param([["BlockRemoved", [1] * (wire.MAX_BLOCKS + 1)]], id="blocks of one event"),
+        pytest.param([["BlockRemoved", [1] * (wire.MAX_BLOCKS // 2 + 1)]] * 2, id="blocks of two events"),
+        pytest.param([stored_with(medium="G" * (wire.MAX_NAME + 1))], id="medium"),
+        pytest.param([stored_with(lora_name="a" * (wire.MAX_NAME + 1))], id="name"),
         pytest.param([stored_with(parent_block_hash=bytes(65))], id="parent"),
     ],
 )

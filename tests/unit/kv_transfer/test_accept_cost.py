@@ -24,7 +24,7 @@ from tests.unit.kv_transfer.rig import RECORD
 from tests.unit.kv_transfer.test_cuda_ipc import Pair
 
 PAGES, LAYERS = 64, 32  # 1,024 tokens
-MOST_CALLS = 105  # Python functions from a frame to the event, whatever the number of pages
+MAX_CALLS = 105  # Python functions from a frame to the event, whatever the number of pages
 CPU = torch.device("cpu")
 
 
@@ -102,7 +102,7 @@ def test_calls_do_not_grow_with_pages(pair: Pair) -> None:
         accept(pair, room, pages, calls)
         found.append(calls.count)
     assert found[2] < found[1] + 8, found
-    assert found[2] <= MOST_CALLS, found
+    assert found[2] <= MAX_CALLS, found
     pair.close()
 
 

@@ -12,7 +12,7 @@ from common.errors import NodeLost, Overloaded, Unavailable
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.events import PagesFree, PeerRefused, RoomFailed, SlotsGranted, TransferLost
-from kv_transfer.inbound import MOST_GREETING
+from kv_transfer.inbound import MAX_GREETING
 from kv_transfer.messages import Slots
 from kv_transfer.transport.loopback.endpoints import Fabric
 from kv_transfer.transport.shm.sender import ShmSender
@@ -146,7 +146,7 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     decode.receiver.open(1, (prefill.incarnation,), [1], 0)
     assert len(heard) == 1  # only Hello
     begun = clock.now
-    while connected and clock.now - begun < MOST_GREETING - 10:
+    while connected and clock.now - begun < MAX_GREETING - 10:
         clock.now += LIMITS.handshake_timeout - 1
         decode.receiver.link_works(prefill.incarnation)
         assert not decode.poll(), "its process is connected: its loop is busy"

@@ -13,7 +13,7 @@ from common.node.announced_work import (
     FACTOR,
     FIRST_SECONDS,
     FLOOR_SECONDS,
-    MOST_SECONDS,
+    MAX_SECONDS,
     AnnouncedWork,
     LaunchTimes,
     Work,
@@ -64,7 +64,7 @@ def test_context_and_images_lengthen_an_estimate_and_never_shorten_one() -> None
 def test_a_slow_launch_is_forgotten() -> None:
     times = LaunchTimes()
     times.record(plain(16), 100.0)
-    assert times.allowance(plain(16)) == MOST_SECONDS
+    assert times.allowance(plain(16)) == MAX_SECONDS
     for _ in range(100):
         times.record(plain(16), 0.01)
     assert times.allowance(plain(16)) < FLOOR_SECONDS + 0.2
@@ -81,7 +81,7 @@ def test_no_launch_of_a_steady_node_takes_longer_than_announced(
     times = LaunchTimes()
     for size in sizes:
         seconds = fixed + per_token * size
-        assert times.allowance(plain(size)) >= min(seconds, MOST_SECONDS)
+        assert times.allowance(plain(size)) >= min(seconds, MAX_SECONDS)
         times.record(plain(size), seconds)
 
 

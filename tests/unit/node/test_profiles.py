@@ -107,8 +107,8 @@ def test_a_profile_of_an_idle_node_ends_with_its_time(tmp_path: Path) -> None:
 
 def test_steps_with_many_events_make_the_trace_shorter(tmp_path: Path) -> None:
     """The node stands still for some microseconds per event, so their number is bounded, not that of steps."""
-    ended = Loop(tmp_path, each=profiles.MOST_EVENTS // 40).run(PATIENCE, 1_000)
-    assert 0 < content(ended)["events"] <= 2 * profiles.MOST_EVENTS
+    ended = Loop(tmp_path, each=profiles.MAX_EVENTS // 40).run(PATIENCE, 1_000)
+    assert 0 < content(ended)["events"] <= 2 * profiles.MAX_EVENTS
     assert ended.steps < 80
 
 
@@ -148,7 +148,7 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "MOST_BYTES", 50)
+    monkeypatch.setattr(profiles, "MAX_BYTES", 50)
     ended = Loop(tmp_path).run(0.001, 1)
     assert "ask for fewer steps" in ended.problem
     assert not [*tmp_path.iterdir()]

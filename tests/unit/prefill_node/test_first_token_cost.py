@@ -17,7 +17,7 @@ from tests.fakes.scenarios import prompt_of
 
 PROMPTS = 6
 # With the links of this test, which do not call ZMQ: before the forward, and from its end to the first token.
-MOST_BEFORE, MOST_AFTER = 225, 60
+MAX_BEFORE, MAX_AFTER = 225, 60
 
 
 def calls_of_a_turn(cluster: NodeCluster) -> list[str]:
@@ -63,5 +63,5 @@ def test_the_calls_before_and_after_the_forward_of_a_prompt_are_bounded() -> Non
     with ThreadPoolExecutor(1) as outside:
         outside.submit(run).result()
     before, after = (min(each, key=len) for each in zip(*found, strict=True))
-    assert len(before) <= MOST_BEFORE, "\n".join(before)
-    assert len(after) <= MOST_AFTER, "\n".join(after)
+    assert len(before) <= MAX_BEFORE, "\n".join(before)
+    assert len(after) <= MAX_AFTER, "\n".join(after)

@@ -40,9 +40,9 @@ WARM, COUNTED = 20, 20
 QUIET = 0.005  # seconds after which everything that a request or step has caused is over
 COMPLETION = {"prompt": [*range(300, 364)], "max_tokens": 1, "temperature": 0}
 STREAM = {**COMPLETION, "stream": True}
-MOST_CALLS = 450  # of a completion of one token
-MOST_STREAM_CALLS = 456  # of the same as a stream
-MOST_STEP_CALLS = 28  # of a step that brings the only stream one token
+MAX_CALLS = 450  # of a completion of one token
+MAX_STREAM_CALLS = 456  # of the same as a stream
+MAX_STEP_CALLS = 28  # of a step that brings the only stream one token
 
 
 class Profile:
@@ -206,7 +206,7 @@ async def steps(client: Client, profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drive", "bound"), [(completions, MOST_CALLS), (streams, MOST_STREAM_CALLS), (steps, MOST_STEP_CALLS)]
+    ("drive", "bound"), [(completions, MAX_CALLS), (streams, MAX_STREAM_CALLS), (steps, MAX_STEP_CALLS)]
 )
 def test_the_calls_of_ordinary_requests_and_steps_are_bounded(
     tmp_path: Path, drive: Drive, bound: int

@@ -23,7 +23,7 @@ from common.engine.graphs.backends.base import Recording
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.errors import RankFailed
-from common.node.announced_work import MOST_SECONDS
+from common.node.announced_work import MAX_SECONDS
 from common.observability.start_progress import StartProgress
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
@@ -268,7 +268,7 @@ def test_time_in_which_a_rank_is_stopped_does_not_count() -> None:
 
 def test_a_rank_waits_for_as_long_as_another_may_announce() -> None:
     """Rank 0 encodes images before a forward, while the others wait in its first collective."""
-    assert TIMEOUT > MOST_SECONDS
+    assert TIMEOUT > MAX_SECONDS
 
 
 def test_processes_that_a_rank_starts_do_not_keep_its_connections_open() -> None:

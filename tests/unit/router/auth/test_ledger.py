@@ -150,7 +150,7 @@ def test_a_key_that_was_removed_and_added_again_is_counted_on(host: Host) -> Non
 
 def test_rows_of_removed_keys_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each key that ever existed would take one, and further keys would be limited at each process only."""
-    monkeypatch.setattr(ledger, "MOST_KEYS", 2)
+    monkeypatch.setattr(ledger, "MAX_KEYS", 2)
     host = Host(tmp_path, 2)
     host.start(0)
     host.start(1)
@@ -181,7 +181,7 @@ def test_rows_of_removed_keys_are_used_again(tmp_path: Path, monkeypatch: pytest
 def test_the_row_of_a_removed_key_stays_while_its_prompts_are_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MOST_KEYS", 1)
+    monkeypatch.setattr(ledger, "MAX_KEYS", 1)
     host = Host(tmp_path, 2)
     host.start(0)
     host.start(1)
@@ -269,7 +269,7 @@ def test_a_second_process_with_the_same_number_is_refused(
 def test_a_key_for_which_there_is_no_row_is_counted_by_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MOST_KEYS", 1)
+    monkeypatch.setattr(ledger, "MAX_KEYS", 1)
     host = Host(tmp_path, 2)
     host.start(0)
     host.start(1)

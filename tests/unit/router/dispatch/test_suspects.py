@@ -137,14 +137,14 @@ def test_everything_expires() -> None:
 
 def test_tables_are_bounded() -> None:
     table = made()
-    for n in range(module.MOST_QUARANTINED + 10):
+    for n in range(module.MAX_QUARANTINED + 10):
         key = {str(n).encode(): 0}
         table.crashed(f"x{n}", "decode", key)
         table.crashed(f"y{n}", "decode", key)
-    assert table.quarantined == module.MOST_QUARANTINED
+    assert table.quarantined == module.MAX_QUARANTINED
     assert not table.is_quarantined(b"0")
-    table.crashed("z", "decode", {f"s{n}".encode(): 0 for n in range(2 * module.MOST_SUSPECTS)})
-    assert len(table) == module.MOST_SUSPECTS
+    table.crashed("z", "decode", {f"s{n}".encode(): 0 for n in range(2 * module.MAX_SUSPECTS)})
+    assert len(table) == module.MAX_SUSPECTS
     assert len(table.presumed_crashed()) == module.RECENT_CRASHES
 
 

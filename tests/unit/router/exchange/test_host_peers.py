@@ -130,7 +130,7 @@ async def test_those_that_do_not_answer_are_left_out(
 ) -> None:
     """One is dead, one hangs, one fails and one says too much: the answer of the last one counts."""
     monkeypatch.setattr(host_peers, "ASK_SECONDS", 0.3)
-    monkeypatch.setattr(host_peers, "MOST_BYTES", 1000)
+    monkeypatch.setattr(host_peers, "MAX_BYTES", 1000)
 
     async def hangs(request: web.Request) -> web.Response:
         await asyncio.sleep(3600)

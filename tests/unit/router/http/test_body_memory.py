@@ -42,7 +42,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(body_memory, "MAX_RESERVED", 100)
     monkeypatch.setattr(body_memory, "MAX_SMALL", 10)
     monkeypatch.setattr(body_memory, "MAX_WAITING", 3)
-    monkeypatch.setattr(body_memory, "LEAST_RATE", 10)
+    monkeypatch.setattr(body_memory, "MIN_RATE", 10)
     return Memory()
 
 

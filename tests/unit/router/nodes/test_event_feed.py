@@ -10,7 +10,7 @@ import pytest
 
 from common.kv_events.wire import GPU, SNAPSHOT, AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event
 from router.nodes import event_feed
-from router.nodes.event_feed import ANSWER_SECONDS, LEAST_PAUSE, LONGEST_PAUSE, EventFeed
+from router.nodes.event_feed import ANSWER_SECONDS, LONGEST_PAUSE, MIN_PAUSE, EventFeed
 from tests.fakes.clock import Clock
 
 SIZE = 64
@@ -102,7 +102,7 @@ def test_missing_batches_are_asked_for() -> None:
     each.feed.heard(7, batch(removed(1)))
     assert not each.feed.following
     assert each.feed.question() is None, "questions have pauses between them"
-    each.clock.now += LEAST_PAUSE
+    each.clock.now += MIN_PAUSE
     assert each.feed.question() == 5
     each.feed.heard(8, batch(stored(8)))
     for number in (5, 6, 7):
@@ -117,13 +117,13 @@ def test_missing_batches_are_asked_for() -> None:
 def test_what_cannot_be_repeated_is_followed_by_a_snapshot(repeated: tuple[int, ...]) -> None:
     each = Following().begun(4, 1)
     each.feed.heard(8, batch(stored(8)))
-    each.clock.now += LEAST_PAUSE
+    each.clock.now += MIN_PAUSE
     assert each.feed.question() == 5
     for number in repeated:
         each.feed.answered(number, batch(stored(number)))
     each.feed.ended()
     assert not each.feed.following
-    each.clock.now += 2 * LEAST_PAUSE
+    each.clock.now += 2 * MIN_PAUSE
     assert each.feed.question() == SNAPSHOT
     each.feed.answered(7, batch(AllBlocksCleared(), stored(50)))
     each.feed.ended()
@@ -176,7 +176,7 @@ def test_clearing_makes_earlier_events_pointless() -> None:
 
 
 def test_what_is_held_while_an_answer_is_awaited_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_feed, "MOST_HELD", 10)
+    monkeypatch.setattr(event_feed, "MAX_HELD", 10)
     each = Following()
     assert each.feed.question() == SNAPSHOT
     for number in range(5, 9):
@@ -184,12 +184,12 @@ def test_what_is_held_while_an_answer_is_awaited_is_bounded(monkeypatch: pytest.
     each.feed.answered(4, batch(AllBlocksCleared()))
     each.feed.ended()
     assert each.known == {24, 25, 26} or not each.feed.following
-    each.clock.now += 2 * LEAST_PAUSE
+    each.clock.now += 2 * MIN_PAUSE
     assert each.feed.question() == SNAPSHOT, "some of it is missing"
 
 
 def test_events_without_blocks_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_feed, "MOST_HELD", 10)
+    monkeypatch.setattr(event_feed, "MAX_HELD", 10)
     each = Following()
     assert each.feed.question() == SNAPSHOT
     each.feed.heard(1, batch(*[removed()] * 5))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from router.nodes.measured_steps import LEAST_SLOPE_MS, UNMEASURED, MeasuredSteps
+from router.nodes.measured_steps import MIN_SLOPE_MS, UNMEASURED, MeasuredSteps
 from router.nodes.measured_transfers import MAX_PAIRS, MeasuredTransfers
 from router.nodes.session_nodes import MAX_SESSIONS, SessionNodes
 from tests.fakes.clock import Clock
@@ -34,7 +34,7 @@ def test_a_further_request_always_costs_something() -> None:
     steps = MeasuredSteps()
     for number in range(1000):
         steps.measured(number % 32 + 1, 10.0 - 0.1 * (number % 32))
-    assert steps.time.each == LEAST_SLOPE_MS
+    assert steps.time.each == MIN_SLOPE_MS
     steps.measured(3, -1.0)
     assert steps.time.fixed > 0
 

@@ -80,7 +80,7 @@ def test_a_short_hiccup_changes_nothing() -> None:
 def test_a_node_that_is_no_longer_measured_regains_its_full_share() -> None:
     clock = Clock()
     found = Outliers(clock)
-    assert after(6, {"a": 0.01, "b": 0.5}, clock, found) == {"a": 1.0, "b": module.LEAST_WEIGHT}
+    assert after(6, {"a": 0.01, "b": 0.5}, clock, found) == {"a": 1.0, "b": module.MIN_WEIGHT}
     clock.now += module.STALE + 1
     found.judge(["a", "b"])
     assert found.weight("b") == 1.0
@@ -101,5 +101,5 @@ def test_at_most_half_of_a_role(speeds: list[float]) -> None:
     clock = Clock()
     weights = after(5, {f"n{i}": speed for i, speed in enumerate(speeds)}, clock, Outliers(clock))
     assert sum(weight < 1.0 for weight in weights.values()) <= len(speeds) // 2
-    assert all(module.LEAST_WEIGHT <= weight <= 1.0 for weight in weights.values())
+    assert all(module.MIN_WEIGHT <= weight <= 1.0 for weight in weights.values())
     assert weights[f"n{speeds.index(min(speeds))}"] == 1.0

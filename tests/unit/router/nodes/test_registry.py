@@ -16,7 +16,7 @@ from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.registration import Pattern
 from router.nodes.registry import MAX_CONTENDERS, SIGN_OF_LIFE, Node, NodeRegistry
-from router.nodes.return_watch import MOST_AWAY, ReturnWatch
+from router.nodes.return_watch import MAX_AWAY, ReturnWatch
 from tests.fakes.clock import Clock
 
 
@@ -379,11 +379,11 @@ def test_names_that_never_come_back_are_forgotten() -> None:
 def test_names_that_come_and_go_in_a_moment_are_bounded() -> None:
     """One node with the key of a pattern could otherwise fill the memory, and each further name would cost more."""
     watch = ReturnWatch({"decode": ["decode-0", "decode-*"]}, 60.0, Clock())
-    for number in range(2 * MOST_AWAY):
+    for number in range(2 * MAX_AWAY):
         watch.left("decode", f"decode-{number}")
     expected = watch.expected("decode")
-    assert len(expected) <= MOST_AWAY + 2
-    assert {"decode-0", f"decode-{2 * MOST_AWAY - 1}"} <= {*expected}
+    assert len(expected) <= MAX_AWAY + 2
+    assert {"decode-0", f"decode-{2 * MAX_AWAY - 1}"} <= {*expected}
 
 
 class Claims(RuleBasedStateMachine):

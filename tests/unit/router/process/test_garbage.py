@@ -12,7 +12,7 @@ import pytest
 
 from router.process.garbage import (
     BLOCKS_PER_REQUEST,
-    MOST_GROWN,
+    MAX_GROWN,
     QUIET,
     collect_when_quiet,
     collect_young,
@@ -69,10 +69,10 @@ async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(collection
         (10_000, 1, QUIET + 1, 0, False),
         (1, 1000, 0, 0, True),
         (0, 1000, 0, 0, False),
-        (0, 1000, 1, MOST_GROWN + BLOCKS_PER_REQUEST, False),
-        (0, 1000, 1, MOST_GROWN + BLOCKS_PER_REQUEST + 1, True),
+        (0, 1000, 1, MAX_GROWN + BLOCKS_PER_REQUEST, False),
+        (0, 1000, 1, MAX_GROWN + BLOCKS_PER_REQUEST + 1, True),
         # the growth is that of live requests
-        (0, 1000, 1000, MOST_GROWN + 1000 * BLOCKS_PER_REQUEST, False),
+        (0, 1000, 1000, MAX_GROWN + 1000 * BLOCKS_PER_REQUEST, False),
     ],
 )
 def test_what_is_due(pending: int, connections: int, active: int, grown: int, due: bool) -> None:

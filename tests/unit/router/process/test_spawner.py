@@ -12,7 +12,7 @@ from typing import Any, Never
 import pytest
 
 from router.process import spawner as spawner_module
-from router.process.spawn_process import MOST_PRINTED
+from router.process.spawn_process import MAX_PRINTED
 from router.process.spawner import Child, Spawner
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -150,7 +150,7 @@ async def test_one_that_ends_while_it_starts_shows_how_and_the_end_of_what_it_pr
         failure = await child.failure(EOFError("closed"))
     assert re.match(how, failure)
     assert failure.endswith("x\nno memory for threads")
-    assert MOST_PRINTED - 10 < len(failure) < MOST_PRINTED + 200
+    assert MAX_PRINTED - 10 < len(failure) < MAX_PRINTED + 200
 
 
 async def test_one_that_hangs_while_it_starts_is_killed_and_shows_what_it_printed(spawner: Spawner) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.routes.status import LISTED, MOST_LISTED
+from router.routes.status import LISTED, MAX_LISTED
 from tests.fakes.api_keys import bearer
 from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import SERVED, Rig, Serve
@@ -202,7 +202,7 @@ async def test_head(rig: Rig, path: str) -> None:
     assert (await get(rig, path, "HEAD"))[:2] == (200, b"")
 
 
-@pytest.mark.parametrize(("query", "count"), [("", LISTED), ("?limit=1", 1), ("?limit=200", MOST_LISTED)])
+@pytest.mark.parametrize(("query", "count"), [("", LISTED), ("?limit=1", 1), ("?limit=200", MAX_LISTED)])
 async def test_the_last_requests_are_listed(rig: Rig, query: str, count: int) -> None:
     async with rig.session.get(f"{rig.url}/requests{query}") as response:
         assert response.status == 200

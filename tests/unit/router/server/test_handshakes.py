@@ -189,7 +189,7 @@ async def test_a_handshake_that_stays_silent_makes_room(monkeypatch: pytest.Monk
 
 
 async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PENDING", 3)
+    monkeypatch.setattr(module, "MAX_PENDING", 3)
     handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
@@ -203,7 +203,7 @@ async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_connections_that_arrive_at_once_each_end_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PENDING", 3)
+    monkeypatch.setattr(module, "MAX_PENDING", 3)
     handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
