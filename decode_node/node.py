@@ -110,7 +110,7 @@ class DecodeNode:
 
     def _announce(self, seconds: float) -> None:
         self._routers.announce(seconds)
-        self._receiver.signs.announce(seconds)
+        self._receiver.heartbeats.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 
@@ -180,8 +180,8 @@ class DecodeNode:
 
     def _move_transfers(self, now: float) -> None:
         self._peers.pump()
-        if self.queues.waiting:
-            self._receiver.signs.tell((each.prefill.incarnation, each.room) for each in self.queues.waiting)
+        if waiting := self.queues.waiting:
+            self._receiver.heartbeats.send_due((each.prefill.incarnation, each.room) for each in waiting)
         for event in self._receiver.poll():
             self._on_transfer(event, now)
 

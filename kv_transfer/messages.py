@@ -33,7 +33,7 @@ KV_PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 8 << 20  # fits Slots of a million pages
 MAX_PAGES: Final = 1 << 20  # per request
 MAX_BUSY_MS: Final = 3_600_000
-MAX_ROOMS: Final = 1 << 16  # per sign of life
+MAX_ROOMS: Final = 1 << 16  # per heartbeat
 
 _ENVELOPE: Final = struct.Struct("<4sHHQ16s")
 
@@ -85,7 +85,7 @@ class AbortTransfer(msgspec.Struct, frozen=True, tag="abort"):
 class Queued(msgspec.Struct, frozen=True, tag="queued"):
     """decode -> prefill, periodically: these rooms wait for pages on the decode node, and Slots will follow.
 
-    Together with Working it bounds every wait by signs of life: a room that neither side names is lost.
+    Together with Working it bounds every wait by heartbeats: a room that neither side names is lost.
     """
 
     rooms: Rooms

@@ -29,7 +29,7 @@ from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, PagesWritten, RecordWritten, SenderFailed, ToSender, Welcome
 from kv_transfer.rank_links import RankLinks
-from kv_transfer.receiver_signs import ReceiverSigns
+from kv_transfer.receiver_heartbeats import ReceiverHeartbeats
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
 from kv_transfer.transport.description import to_wire
@@ -70,7 +70,7 @@ class Receiver:
         self._ranks = RankLinks(layout, limits.max_peers, clock)
         self.links = self._ranks.links
         self.rooms = InboundRooms(layout, record_slots)
-        self.signs = ReceiverSigns(self.links, self.rooms, self._say, clock)
+        self.heartbeats = ReceiverHeartbeats(self.links, self.rooms, self._say, clock)
         self._events: list[ReceiverEvent] = []
 
     @property
@@ -219,7 +219,7 @@ class Receiver:
                 self._events.append(PeerForgot(link.incarnation))
                 self._lose(link, NodeLost.code, f"prefill node {link.node} was told that this node is gone")
         elif isinstance(decoded, messages.Working):
-            self.signs.heard(link, decoded)
+            self.heartbeats.handle(link, decoded)
         else:
             self._handle_room(link, decoded)
 

@@ -11,12 +11,12 @@ from kv_transfer.events import ReceiverEvent
 from kv_transfer.inbound import Dial
 
 
-class ReceivingSigns(Protocol):
-    """The signs of life that a decode node sends; see ReceiverSigns."""
+class ReceivingHeartbeats(Protocol):
+    """The heartbeats that a decode node sends; see ReceiverHeartbeats."""
 
     def announce(self, seconds: float, /) -> None: ...
 
-    def tell(self, waiting: Iterable[tuple[str, int]], /) -> None: ...
+    def send_due(self, waiting: Iterable[tuple[str, int]], /) -> None: ...
 
 
 class PageReceiver(Protocol):
@@ -26,7 +26,7 @@ class PageReceiver(Protocol):
     def counters(self) -> ReceiverCounters: ...
 
     @property
-    def signs(self) -> ReceivingSigns: ...
+    def heartbeats(self) -> ReceivingHeartbeats: ...
 
     @property
     def active(self) -> int: ...

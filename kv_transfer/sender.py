@@ -28,7 +28,7 @@ from kv_transfer.messages import AbortAck, AbortTransfer, Hello, Refused, Sender
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
 from kv_transfer.room_alarms import RoomAlarms
-from kv_transfer.sender_signs import SenderSigns
+from kv_transfer.sender_heartbeats import SenderHeartbeats
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.layers import LayerEndpoint
 from kv_transfer.transport.one_host import process
@@ -75,7 +75,7 @@ class Sender:
         self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(*bounds)  # incarnation, abort
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired, keeps_name)
-        self.signs = SenderSigns(self.rooms, self.peers.all, self._say, clock)
+        self.heartbeats = SenderHeartbeats(self.rooms, self.peers.all, self._say, clock)
         self._expired_at = clock()  # when what expires was last looked at
 
     @property
@@ -177,7 +177,7 @@ class Sender:
 
     def poll(self) -> list[SenderEvent]:
         """Advance the rooms that have something to do; return the events since the last call."""
-        self.signs.tell()
+        self.heartbeats.send_due()
         for room in list(self._busy):
             self._advance(room)
         for due in self.alarms.due(now := self._clock()):
@@ -225,7 +225,7 @@ class Sender:
         if isinstance(decoded, AbortTransfer):
             self._abort(peer, incarnation, known, decoded)
         elif isinstance(decoded, messages.Queued):
-            self.signs.heard(known, decoded)
+            self.heartbeats.handle(known, decoded)
         elif known is None:
             self.counters.ungreeted_slots += 1
             self._say(peer, messages.HelloNeeded())

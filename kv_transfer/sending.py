@@ -11,8 +11,8 @@ from kv_transfer.handshake import PeerTable
 from kv_transfer.outbound_room import GrantedSlots
 
 
-class SendingSigns(Protocol):
-    """The signs of life that a prefill node sends; see SenderSigns."""
+class SendingHeartbeats(Protocol):
+    """The heartbeats that a prefill node sends; see SenderHeartbeats."""
 
     def announce(self, seconds: float, /) -> None: ...
 
@@ -27,7 +27,7 @@ class PageSender(Protocol):
     def peers(self) -> PeerTable: ...
 
     @property
-    def signs(self) -> SendingSigns: ...
+    def heartbeats(self) -> SendingHeartbeats: ...
 
     @property
     def writing(self) -> bool: ...

@@ -114,7 +114,7 @@ class PrefillNode:
 
     def _announce(self, seconds: float) -> None:
         self._routers.announce(seconds)
-        self._sender.signs.announce(seconds)
+        self._sender.heartbeats.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, LinkState
 from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
-from kv_transfer.ranks.group_signs import GroupSigns
+from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
     CloseRoom,
@@ -29,7 +29,7 @@ from kv_transfer.ranks.receiver_messages import (
     reports,
 )
 from kv_transfer.receiver import Receiver
-from kv_transfer.receiver_signs import ReceiverSigns
+from kv_transfer.receiver_heartbeats import ReceiverHeartbeats
 
 
 @dataclass(slots=True, eq=False)
@@ -50,15 +50,15 @@ class _SharedRoom:
     holding: set[int] = field(default_factory=lambda: {0})  # ranks on which its pages may be written
 
 
-class _ReceiverGroupSigns(GroupSigns):
-    """The signs of a decode node, whose rank 0 also names the rooms that wait for pages."""
+class _ReceiverGroupHeartbeats(GroupHeartbeats):
+    """The heartbeats of a decode node, whose rank 0 also names the rooms that wait for pages."""
 
-    def __init__(self, local: ReceiverSigns, tell_ranks: Callable[[AnnounceWork], None]) -> None:
+    def __init__(self, local: ReceiverHeartbeats, tell_ranks: Callable[[AnnounceWork], None]) -> None:
         super().__init__(local.announce, tell_ranks)
         self._local = local
 
-    def tell(self, waiting: Iterable[tuple[str, int]]) -> None:
-        self._local.tell(waiting)
+    def send_due(self, waiting: Iterable[tuple[str, int]]) -> None:
+        self._local.send_due(waiting)
 
 
 class ReceiverGroup:
@@ -96,7 +96,7 @@ class ReceiverGroup:
         self._slots_by_size: dict[int, int] = {}  # ranks of a prefill node -> record slots of a room from it
         self._greeted: set[str] = set()  # prefill nodes that do not count as dead; their links may be gone
         self._events: list[ReceiverEvent] = []
-        self.signs = _ReceiverGroupSigns(local.signs, self._tell_ranks)
+        self.heartbeats = _ReceiverGroupHeartbeats(local.heartbeats, self._tell_ranks)
 
     @property
     def counters(self) -> ReceiverCounters:

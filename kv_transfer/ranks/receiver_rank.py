@@ -96,7 +96,7 @@ class ReceiverRank:
         elif isinstance(command, AbortRoom):
             self._receiver.abort(command.room, command.reason, command.code)
         elif isinstance(command, AnnounceWork):
-            self._receiver.signs.announce(command.seconds)
+            self._receiver.heartbeats.announce(command.seconds)
         else:
             ranks = {rank_incarnation(command.leader, rank) for rank in range(MAX_RANKS)}
             for incarnation in ranks & self._peers.connected:

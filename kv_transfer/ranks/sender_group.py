@@ -16,7 +16,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import PeerTable
 from kv_transfer.outbound_room import GrantedSlots
 from kv_transfer.ranks.channel import PATIENCE, FrameReader, FrameWriter, frames
-from kv_transfer.ranks.group_signs import GroupSigns
+from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
     ExpectRoom,
@@ -78,7 +78,7 @@ class SenderGroup:
         # number of ranks of a decode node -> own ranks that send to it, except rank 0
         self._others: dict[int, frozenset[int]] = {}
         self._events: list[SenderEvent] = []
-        self.signs = GroupSigns(local.signs.announce, self._tell_ranks)
+        self.heartbeats = GroupHeartbeats(local.heartbeats.announce, self._tell_ranks)
 
     @property
     def counters(self) -> SenderCounters:

@@ -114,7 +114,7 @@ class SenderRank:
         elif isinstance(command, CancelRoom):
             self._sender.cancel(command.room, command.code, command.reason)
         elif isinstance(command, AnnounceWork):
-            self._sender.signs.announce(command.seconds)
+            self._sender.heartbeats.announce(command.seconds)
         else:
             self._sender.peer_lost(command.leader)
 

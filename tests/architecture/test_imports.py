@@ -68,7 +68,7 @@ ONLY_PREFILL = (
     "kv_transfer.room_alarms",
     "kv_transfer.send_order",
     "kv_transfer.sender",
-    "kv_transfer.sender_signs",
+    "kv_transfer.sender_heartbeats",
     "kv_transfer.sending",
     "kv_transfer.transport.layers",
 )
@@ -86,7 +86,7 @@ ONLY_DECODE = (
     "kv_transfer.ranks.receiver_group",
     "kv_transfer.ranks.receiver_messages",
     "kv_transfer.receiver",
-    "kv_transfer.receiver_signs",
+    "kv_transfer.receiver_heartbeats",
     "kv_transfer.receiving",
 )
 ONLY_ROUTER = (

@@ -644,7 +644,7 @@ def test_a_prefill_node_announces_that_it_will_be_busy() -> None:
     rig = Rig()
     rig.begin(1)
     rig.clock.now += 1
-    rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
+    rig.sender.heartbeats.announce(5 * LIMITS.first_page_timeout)
     rig.decode.pump()
     rig.clock.now += 5 * LIMITS.first_page_timeout - 1
     assert rig.decode.poll() == []
@@ -659,7 +659,7 @@ def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> No
     """A prompt is computed at once, often before its slots arrive, so no message has named its room yet."""
     rig = Rig()
     rig.begin(1)
-    rig.sender.signs.announce(5 * LIMITS.first_page_timeout)
+    rig.sender.heartbeats.announce(5 * LIMITS.first_page_timeout)
     rig.decode.pump()
     rig.receiver.open(2, (rig.prefill.incarnation,), [7], 0)
     rig.clock.now += 5 * LIMITS.first_page_timeout - 1
@@ -674,7 +674,7 @@ def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     rig.sender.expect(2, decodes=(rig.decode.incarnation,))
     for _ in range(20):
         rig.clock.now += LIMITS.slots_timeout - 1
-        rig.receiver.signs.tell([(rig.prefill.incarnation, 1)])
+        rig.receiver.heartbeats.send_due([(rig.prefill.incarnation, 1)])
         lost = [event for event in rig.prefill.poll() if isinstance(event, TransferLost)]
         assert [event.room for event in lost] in ([], [2])
     assert list(rig.sender.rooms) == [9, 1]

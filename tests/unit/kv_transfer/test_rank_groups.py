@@ -32,9 +32,9 @@ from kv_transfer.events import (
     SlotsGranted,
     TransferLost,
 )
+from kv_transfer.heartbeats import MIN_ANNOUNCED_SECONDS
 from kv_transfer.ranks.receiver_messages import RankArrived
 from kv_transfer.ranks.sender_messages import RankDelivered
-from kv_transfer.signs import LONG_SECONDS
 from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes import covering
 from tests.unit.kv_transfer.group_rig import RECORD, RECORD_SLOTS, Nodes
@@ -318,8 +318,8 @@ def test_announced_work_reaches_the_peers_of_all_ranks(nodes: Nodes) -> None:
     nodes.prefill.after = 1  # nothing is sent
     nodes.prefill.completed = [0] * len(nodes.prefill.ranks)
     nodes.turns(4)
-    nodes.prefill.node.signs.announce(30.0)
-    nodes.decode.node.signs.announce(20.0)
+    nodes.prefill.node.heartbeats.announce(30.0)
+    nodes.decode.node.heartbeats.announce(20.0)
     nodes.turns(4)
     now = nodes.prefill.clock()
     links = [link for each in nodes.decode.receivers for link in each.links.values()]
@@ -330,8 +330,8 @@ def test_announced_work_reaches_the_peers_of_all_ranks(nodes: Nodes) -> None:
 
 def test_work_that_no_peer_hears_of_costs_no_command_to_the_ranks() -> None:
     nodes = make("state", (2, 2))
-    nodes.prefill.node.signs.announce(LONG_SECONDS / 2)
-    nodes.decode.node.signs.announce(LONG_SECONDS / 2)
+    nodes.prefill.node.heartbeats.announce(MIN_ANNOUNCED_SECONDS / 2)
+    nodes.decode.node.heartbeats.announce(MIN_ANNOUNCED_SECONDS / 2)
     assert not nodes.prefill.commands.readers[0].frames
     assert not nodes.decode.commands.readers[0].frames
     nodes.close()

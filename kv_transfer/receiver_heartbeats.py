@@ -1,17 +1,17 @@
-"""The signs of life that a decode node sends and receives."""
+"""The heartbeats that a decode node sends and receives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from kv_transfer.heartbeats import Heartbeats
 from kv_transfer.inbound import Link, LinkState
 from kv_transfer.inbound_room import InboundRooms
 from kv_transfer.messages import MAX_ROOMS, Queued, Working
-from kv_transfer.signs import Signs
 
 
-class ReceiverSigns(Signs):
-    """The signs of life that a decode node sends and receives."""
+class ReceiverHeartbeats(Heartbeats):
+    """The heartbeats that a decode node sends and receives."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class ReceiverSigns(Signs):
 
     def announce(self, seconds: float) -> None:
         """Tell every prefill node that this node's loop may be busy for `seconds` from now on."""
-        if self.must_tell(seconds):
+        if self.must_announce(seconds):
             for link in self._links.values():
                 if link.state is LinkState.READY:
                     self._say(link, Queued((), self.busy_ms))
 
-    def tell(self, waiting: Iterable[tuple[str, int]]) -> None:
-        """Send the signs that are due.
+    def send_due(self, waiting: Iterable[tuple[str, int]]) -> None:
+        """Send the heartbeats that are due.
 
         Called in every turn with (prefill incarnation, room) of all waiting requests.
         """
@@ -48,7 +48,7 @@ class ReceiverSigns(Signs):
             if link is not None and link.state is not LinkState.LOST:
                 self._say(link, Queued(tuple(named[:MAX_ROOMS]), self.busy_ms))
 
-    def heard(self, link: Link, working: Working) -> None:
+    def handle(self, link: Link, working: Working) -> None:
         """Process the message of a prefill node that names rooms it works on, or says that it will be busy."""
         link.busy_until = self.clock() + working.busy_ms / 1000
         named = set(working.rooms)

@@ -1,18 +1,18 @@
-"""The signs of life that a prefill node sends and receives."""
+"""The heartbeats that a prefill node sends and receives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from kv_transfer.handshake import Peer
+from kv_transfer.heartbeats import HEARTBEAT_SECONDS, Heartbeats
 from kv_transfer.messages import MAX_ROOMS, Queued, Working
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import OutboundRoom
-from kv_transfer.signs import SIGN_SECONDS, Signs
 
 
-class SenderSigns(Signs):
-    """The signs of life that a prefill node sends and receives."""
+class SenderHeartbeats(Heartbeats):
+    """The heartbeats that a prefill node sends and receives."""
 
     def __init__(
         self,
@@ -29,17 +29,29 @@ class SenderSigns(Signs):
 
     def announce(self, seconds: float) -> None:
         """Tell every decode node that this node's loop may be busy for `seconds` from now on."""
-        if self.must_tell(seconds):
+        if self.must_announce(seconds):
             # Every peer is notified: rooms that are new, or whose slots arrive meanwhile, wait for this work too.
             for peer in self._peers():
                 self._say(peer.identity, Working((), self.busy_ms))
 
-    def tell(self) -> None:
-        """Send the signs of life that are due. Called in every poll."""
-        if self._rooms and self.due():
-            self._tell()
+    def send_due(self) -> None:
+        """Send the heartbeats that are due. Called in every poll.
 
-    def heard(self, peer: Peer | None, queued: Queued) -> None:
+        They name rooms that have been here for HEARTBEAT_SECONDS. Rooms that ended with outstanding writes are left
+        out, so that their decode node gives them up.
+        """
+        if not self._rooms or not self.due():
+            return
+        rooms: dict[Peer, list[int]] = {}
+        before = self.clock() - HEARTBEAT_SECONDS
+        for outbound in self._parts():
+            in_hand = outbound.failure is None and outbound.expected_at <= before
+            if in_hand and outbound.peer is not None and not outbound.peer.lost:
+                rooms.setdefault(outbound.peer, []).append(outbound.room)
+        for peer, named in rooms.items():
+            self._say(peer.identity, Working(tuple(named[:MAX_ROOMS]), self.busy_ms))
+
+    def handle(self, peer: Peer | None, queued: Queued) -> None:
         """Process the message of a decode node that names rooms that wait for pages, or says that it will be busy."""
         if peer is None:
             return
@@ -51,17 +63,3 @@ class SenderSigns(Signs):
 
     def _parts(self) -> Iterator[Outbound]:
         return (part for room in self._rooms.values() for part in room.parts)
-
-    def _tell(self) -> None:
-        """Name rooms that have been here for SIGN_SECONDS.
-
-        Rooms that ended with outstanding writes are left out, so that their decode node gives them up.
-        """
-        rooms: dict[Peer, list[int]] = {}
-        before = self.clock() - SIGN_SECONDS
-        for outbound in self._parts():
-            in_hand = outbound.failure is None and outbound.expected_at <= before
-            if in_hand and outbound.peer is not None and not outbound.peer.lost:
-                rooms.setdefault(outbound.peer, []).append(outbound.room)
-        for peer, named in rooms.items():
-            self._say(peer.identity, Working(tuple(named[:MAX_ROOMS]), self.busy_ms))

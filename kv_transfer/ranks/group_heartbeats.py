@@ -1,14 +1,14 @@
-"""The signs of life of a node with several ranks, as rank 0 sends them."""
+"""The heartbeats of a node with several ranks, as rank 0 sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kv_transfer.heartbeats import MIN_ANNOUNCED_SECONDS
 from kv_transfer.ranks.channel import AnnounceWork
-from kv_transfer.signs import LONG_SECONDS
 
 
-class GroupSigns:
+class GroupHeartbeats:
     """Announces work to the peers of all ranks. Everything else is told by each rank to its own peers."""
 
     def __init__(self, announce: Callable[[float], None], tell_ranks: Callable[[AnnounceWork], None]) -> None:
@@ -18,5 +18,5 @@ class GroupSigns:
 
     def announce(self, seconds: float) -> None:
         self._announce(seconds)
-        if seconds >= LONG_SECONDS:  # peers are told of nothing shorter
+        if seconds >= MIN_ANNOUNCED_SECONDS:  # peers are told of nothing shorter
             self._tell_ranks(AnnounceWork(seconds))
