@@ -1,8 +1,4 @@
-"""Options of other servers: each is refused with tandem's key for it, or with the information that there is none.
-
-Some belong to the sixteen features that rule out prefill graphs in other servers. tandem does not have these
-features, so they turn nothing off here but are refused by name; `rule` is the feature's number among the sixteen.
-"""
+"""Options of other servers: each is refused with tandem's key for it, or with the information that there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ class Foreign:
 
     names: tuple[str, ...]
     answer: str  # the feature in tandem, and what to write instead
-    rule: int | None = None
 
 
 NONE_HERE = "tandem has none yet; leave it out"
@@ -31,15 +26,13 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         ("enable_dp_attention", "enable_dp_lm_head", "dp", "dp_size", "data_parallel_size"),
         "attention in data-parallel ranks: tandem has none; name more nodes under prefill.nodes or decode.nodes",
-        2,
     ),
     Foreign(
         ("enable_torch_compile", "torch_compile_max_bs", "compilation_config"),
         "torch.compile is for prompts of the target model, split at attention; write prefill.graphs: piecewise, and "
         "prefill.compiler: inductor for its kernels",
-        3,
     ),
-    Foreign(("pp", "pp_size", "pipeline_parallel_size"), f"pipeline stages: {NONE_HERE}", 4),
+    Foreign(("pp", "pp_size", "pipeline_parallel_size"), f"pipeline stages: {NONE_HERE}"),
     Foreign(
         (
             "moe_a2a_backend",
@@ -47,37 +40,31 @@ FOREIGN: tuple[Foreign, ...] = (
             "all2all_backend",
         ),
         f"an all-to-all of experts: {NONE_HERE}",
-        6,
     ),
     Foreign(
         ("enable_lora", "lora_paths", "lora_modules", "max_loras", "max_lora_rank", "max_loras_per_batch"),
         f"LoRA adapters: {NONE_HERE}, or serve a checkpoint that they were merged into",
-        7,
     ),
     Foreign(
         ("enable_multimodal", "limit_mm_per_prompt"),
         "a model takes images where its checkpoint has a vision part that tandem knows; see router.images for limits",
-        8,
     ),
     Foreign(
         ("load_format",),
         "weights must be safetensors in float32, bfloat16, float16 or FP8; GGUF and other quantized ones are not read; "
         "write model.quantization: fp8 to quantise weights at load time, else leave it out",
-        9,
     ),
-    Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}", 10),
-    Foreign(("cpu_offload_gb",), "weights stay on the node's device; leave it out", 11),
-    Foreign(("enable_deterministic_inference",), f"separate kernels for fixed results: {NONE_HERE}", 12),
+    Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}"),
+    Foreign(("cpu_offload_gb",), "weights stay on the node's device; leave it out"),
+    Foreign(("enable_deterministic_inference",), f"separate kernels for fixed results: {NONE_HERE}"),
     Foreign(
         ("disaggregation_mode",),
         "a node's role is where it is named, prefill.nodes or decode.nodes; it has the graphs of its role",
-        13,
     ),
-    Foreign(("enable_symm_mem",), f"symmetric memory: {NONE_HERE}", 14),
+    Foreign(("enable_symm_mem",), f"symmetric memory: {NONE_HERE}"),
     Foreign(
         ("enable_eplb", "expert_distribution_recorder_mode", "enable_expert_distribution_metrics"),
         f"a balance or a record of experts: {NONE_HERE}",
-        15,
     ),
     Foreign(
         (
@@ -88,7 +75,6 @@ FOREIGN: tuple[Foreign, ...] = (
             "decode_context_parallel_size",
         ),
         f"prompts or pages split over ranks: {NONE_HERE}",
-        16,
     ),
     Foreign(("enable_two_batch_overlap", "enable_dbo"), f"batches in two overlapping halves: {NONE_HERE}"),
     Foreign(("enable_return_hidden_states",), "write model.return_hidden_states: true"),

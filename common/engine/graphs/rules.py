@@ -61,24 +61,21 @@ class StartupFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GraphRule:
     """One condition that turns graphs off."""
 
-    number: int
     name: str
     applies: Callable[[StartupFacts, PhaseSwitch], bool] = field(repr=False)
     reason: str
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        5,
+RULES: tuple[GraphRule, ...] = (
+    GraphRule(
         "device",
         lambda facts, switch: facts.device == "cpu" and switch.backend == AUTO,
         "auto is off on a CPU, where the tape is not faster",
     ),
-    Rule(
-        8,
+    GraphRule(
         "multimodal",
         lambda facts, switch: facts.needs_host,
         "attention of this vision part asks the host for lengths; on a GPU it does not in float16 and bfloat16 with "
