@@ -263,7 +263,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 def test_only_formats_know_how_products_keep_their_weights() -> None:
     """Elsewhere `.weight` belongs to a norm or an embedding, in the modules that own these."""
-    names = ("layers/norm", "layers/linear", "collectives/joined_modules")
+    names = ("layers/norm", "layers/linear", "collectives/parallel_modules")
     owners = {f"common/engine/{name}.py" for name in names}
     wrong = [
         f"{module.place}:{node.lineno} takes {ast.unparse(node)}"

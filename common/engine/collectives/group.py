@@ -82,7 +82,7 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
-        """Return the x [..., C] of all ranks in their order, joined along the last axis to `columns` in total.
+        """Return the x [..., C] of all ranks in their order, concatenated along the last axis to `columns` in total.
 
         C may differ between ranks, the other axes may not.
         """

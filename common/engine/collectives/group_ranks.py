@@ -9,12 +9,12 @@ from typing import cast
 from torch import nn
 
 from common.engine.collectives.group import CollectiveGroup
-from common.engine.collectives.joined_modules import (
-    GatheredLinear,
-    RanksTokenNorms,
-    SummedEmbedding,
-    SummedExperts,
-    SummedLinear,
+from common.engine.collectives.parallel_modules import (
+    ColumnParallelLinear,
+    ParallelExperts,
+    ParallelTokenNorms,
+    RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
@@ -25,7 +25,7 @@ from common.kv_cache.shard import Shard
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GroupRanks:
-    """The `Ranks` of one rank, which joins its results with those of the group's other ranks."""
+    """The `Ranks` of one rank, which combines its results with those of the group's other ranks."""
 
     group: CollectiveGroup
     divide_experts: DivideExperts = divide_by_tensor
@@ -49,10 +49,10 @@ def _summed(module: nn.Module, group: CollectiveGroup) -> nn.Module:
     raise TypeError(f"ranks cannot sum the outputs of a {type(module).__name__}")
 
 
-_summed.register(Linear, SummedLinear)
-_summed.register(ExpertProducts, SummedExperts)
-_summed.register(Embedding, SummedEmbedding)
-_summed.register(TokenNorms, RanksTokenNorms)
+_summed.register(Linear, RowParallelLinear)
+_summed.register(ExpertProducts, ParallelExperts)
+_summed.register(Embedding, VocabParallelEmbedding)
+_summed.register(TokenNorms, ParallelTokenNorms)
 
 
 @singledispatch
@@ -60,4 +60,4 @@ def _gathered(module: nn.Module, group: CollectiveGroup, columns: int) -> nn.Mod
     raise TypeError(f"ranks cannot gather the outputs of a {type(module).__name__}")
 
 
-_gathered.register(Linear, GatheredLinear)
+_gathered.register(Linear, ColumnParallelLinear)

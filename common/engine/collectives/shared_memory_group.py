@@ -88,11 +88,11 @@ class SharedMemoryGroup(CollectiveGroup):
         for parts in self._exchange("all_gather", x):
             for each, part in zip(found, parts, strict=True):
                 each.append(part.clone())
-        joined, rows = [torch.cat(each) for each in found], math.prod(x.shape[:-1])
-        assert sum(map(len, joined)) == rows * columns, (
+        gathered, rows = [torch.cat(each) for each in found], math.prod(x.shape[:-1])
+        assert sum(map(len, gathered)) == rows * columns, (
             f"the ranks do not have {columns} columns for {rows} rows"
         )
-        parts = [each.view(*x.shape[:-1], len(each) // max(rows, 1)) for each in joined]
+        parts = [each.view(*x.shape[:-1], len(each) // max(rows, 1)) for each in gathered]
         return torch.cat(parts, dim=-1) if rows else x.new_empty((*x.shape[:-1], columns))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:

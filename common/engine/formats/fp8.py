@@ -24,7 +24,7 @@ from common.engine.formats.fp8_pieces import (
     scales_of,
     tensor_scale,
 )
-from common.engine.formats.joined import JoinedLinear
+from common.engine.formats.mixed_format import MixedFormatLinear
 from common.engine.layers.activations import DENSE, Activations, Quantised, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
@@ -143,7 +143,7 @@ class Fp8Format(WeightFormat):
 
     def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
         parts = [self._make_part(part, bias) for part in self._parts(blocks)]
-        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+        return parts[0] if len(parts) == 1 else MixedFormatLinear(parts)
 
     def _make_part(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
         scheme = self._stored.scheme_of(blocks[0].name)

@@ -17,7 +17,7 @@ class RankPeers(Progressing, Protocol):
     """The other ranks, with which this one loads a model and agrees on what it serves."""
 
     def ranks(self, divide_experts: DivideExperts, /) -> Ranks:
-        """Return the group that joins what the ranks have computed in a layer."""
+        """Return the group that combines what the ranks have computed in a layer."""
         ...
 
     def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log, /) -> None:

@@ -19,7 +19,7 @@ from common.checkpoint.model_files import read_weight_files
 from common.engine.formats.dense import DenseLinear
 from common.engine.formats.fp8 import Fp8Format, Fp8Linear
 from common.engine.formats.fp8_experts import Fp8Experts
-from common.engine.formats.joined import JoinedLinear
+from common.engine.formats.mixed_format import MixedFormatLinear
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward
@@ -108,7 +108,7 @@ def test_published_forms_are_served(form: str, checkpoints: dict[str, Path], tmp
             scales = scales.view(-1).expand(len(stored[f"{name}.weight"]))
         expected.append(values_of(stored[f"{name}.weight"], scales))
     product = model.get_submodule("layers.1.mixer.qkv_proj")
-    assert isinstance(product, Fp8Linear | JoinedLinear)
+    assert isinstance(product, Fp8Linear | MixedFormatLinear)
     assert torch.equal(product.dense(), torch.cat(expected))
     check_blocks_near(model, load_model(checkpoints["dense"])[0])
     torch.testing.assert_close(logits(path, chunk=3), logits(path), atol=0.05, rtol=0)
@@ -289,19 +289,19 @@ def test_parts_that_begin_with_a_block_are_one_product(tmp_path: Path) -> None:
     load_weights(tmp_path, merged.pieces())
     assert torch.equal(merged.scales, torch.cat([each.float() for each in scales.values()]))
     apart = made.make_linear(blocks_of(192, 128), bias=False)
-    assert isinstance(apart, JoinedLinear)
+    assert isinstance(apart, MixedFormatLinear)
     assert [part.dense().shape[0] for part in apart.parts if isinstance(part, Fp8Linear)] == [192, 128]
 
 
 def test_dense_parts_of_a_merged_weight_stay_dense() -> None:
-    joined = stored_as(Fp8Scheme(TENSOR), "part1").make_linear(blocks_of(64, 32, 16), bias=True)
-    assert isinstance(joined, JoinedLinear)
-    assert [type(part) for part in joined.parts] == [Fp8Linear, DenseLinear, Fp8Linear]
-    assert joined.reads.dense
-    for parameter in joined.parameters():
+    mixed = stored_as(Fp8Scheme(TENSOR), "part1").make_linear(blocks_of(64, 32, 16), bias=True)
+    assert isinstance(mixed, MixedFormatLinear)
+    assert [type(part) for part in mixed.parts] == [Fp8Linear, DenseLinear, Fp8Linear]
+    assert mixed.reads.dense
+    for parameter in mixed.parameters():
         parameter.copy_(torch.rand(parameter.shape))
     x = torch.randn(3, 256)
-    assert joined.product(Activations(x)).shape == (3, 112)
+    assert mixed.product(Activations(x)).shape == (3, 112)
 
 
 def test_ranks_do_not_cut_through_blocks() -> None:

@@ -1,4 +1,4 @@
-"""Modules that join what the ranks of a node have computed, around modules of one rank in any weight format."""
+"""Tensor-parallel modules: each wraps the module of one rank, in any weight format, and combines the ranks' results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from common.engine.ops.token_norm import scale_tokens, token_squares
 from common.engine.ops.vocabulary_rows import vocabulary_rows
 
 
-class RanksLinear(Linear):
-    """A product whose outputs the ranks join before anything else reads them. Every rank has its share of W."""
+class ParallelLinear(Linear):
+    """A product whose outputs the ranks combine before anything else reads them. Every rank has its share of W."""
 
     def __init__(self, inner: Linear, group: CollectiveGroup) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class RanksLinear(Linear):
         self._group, self.number = group, group.number
 
     @abstractmethod
-    def join(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         """Return the result of all ranks for this rank's y."""
 
     def product(self, x: Activations) -> Tensor:
-        return self.join(self.inner.product(x))
+        return self.combine(self.inner.product(x))
 
     def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
         return gate_in_forms(self.product(x), reads, activation)
@@ -58,17 +58,17 @@ class RanksLinear(Linear):
         return self.inner.pieces()
 
 
-class SummedLinear(RanksLinear):
+class RowParallelLinear(ParallelLinear):
     """A product with divided inputs: its outputs are sums over the ranks, one of which has the bias."""
 
-    def join(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         return all_reduce(y, self.number)
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
         return summed_norm(self.inner.product(x), stream, norm, self.number)
 
 
-class GatheredLinear(RanksLinear):
+class ColumnParallelLinear(ParallelLinear):
     """A product with divided outputs, of which every rank gets all, in the order of the ranks.
 
     Args:
@@ -79,7 +79,7 @@ class GatheredLinear(RanksLinear):
         super().__init__(inner, group)
         self._columns = columns
 
-    def join(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor) -> Tensor:
         return all_gather(y, self.number, self._columns)
 
     def logit_rows(self, x: Activations) -> LogitRows:
@@ -104,7 +104,7 @@ class DividedRows(LogitRows):
         return all_gather(own, self._group.number, size * own.shape[1]).view(len(own), size, own.shape[1])
 
 
-class SummedExperts(ExpertProducts):
+class ParallelExperts(ExpertProducts):
     """The experts of a layer, of which every rank computes a share."""
 
     def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
@@ -138,7 +138,7 @@ class SummedExperts(ExpertProducts):
         return self.inner.pieces()
 
 
-class RanksTokenNorms(TokenNorms):
+class ParallelTokenNorms(TokenNorms):
     """Norms over the heads of all ranks, which exchange sums of squares: 8 bytes per token and rank."""
 
     def __init__(self, own: TokenNorms, group: CollectiveGroup) -> None:
@@ -151,7 +151,7 @@ class RanksTokenNorms(TokenNorms):
         scale_tokens(projected, squares, queries, keys, eps, self._group.shard.size)
 
 
-class SummedEmbedding(Embedding):
+class VocabParallelEmbedding(Embedding):
     """An embedding with a divided vocabulary. It shares its weight with `inner`."""
 
     def __init__(self, inner: Embedding, group: CollectiveGroup) -> None:

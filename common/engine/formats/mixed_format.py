@@ -15,8 +15,8 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 
 
-class JoinedLinear(Linear):
-    """The outputs of several products of the same inputs, one after the other."""
+class MixedFormatLinear(Linear):
+    """The outputs of several products of the same inputs, concatenated."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         super().__init__()
