@@ -87,7 +87,7 @@ def test_the_normed_stream_is_quantised(blocks: bool) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_joined_operations_are_one_after_the_other(blocks: bool) -> None:
+def test_fused_operations_are_one_after_the_other(blocks: bool) -> None:
     codes, row_scales = quantize_rows(torch.randn(3, DEPTH), blocks)
     given = codes, row_scales, *weight_of(blocks), None
     product = fp8_product(*given, torch.float32)

@@ -1,11 +1,11 @@
-"""Compiled kernels that join several steps of a layer, compared with the references of those steps."""
+"""Compiled kernels that fuse several steps of a layer, compared with the references of those steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.fakes.joined_kernels import compare_attention, compare_experts
+from tests.fakes.fused_kernels import compare_attention, compare_experts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Compares kernels that join several steps of a layer with the references of those steps, on any device."""
+"""Compares kernels that fuse several steps of a layer with the references of those steps, on any device."""
 
 from __future__ import annotations
 

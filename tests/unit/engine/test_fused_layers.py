@@ -24,7 +24,7 @@ EXPERTS_TWICE = replace(MIXTURE, layer_kinds=(LayerKind(feed_forward=EXPERTS),) 
 
 
 @pytest.mark.parametrize("config", [CONFIG, MIXTURE, EXPERTS_TWICE], ids=["dense", "mixed", "experts"])
-def test_joined_layers_equal_separate_ones(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_equal_separate_ones(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(config=config)
 
     def logits() -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that join several steps of a layer, in Triton's interpreter on the CPU."""
+"""Kernels that fuse several steps of a layer, in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.engine.ops.triton_kernel import tl
-from tests.fakes.joined_kernels import compare_attention, compare_experts
+from tests.fakes.fused_kernels import compare_attention, compare_experts
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
