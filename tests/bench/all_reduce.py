@@ -32,7 +32,7 @@ from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives, nccl
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
-from common.engine.ops.fp8_fused import fp8_add_rms_norm
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
 from common.engine.ops.rms_norm import add_rms_norm
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 from tests.bench.bench_ranks import start_ranks

@@ -25,12 +25,13 @@ from torch.nn.functional import ScalingType
 
 from common.engine.ops import fp8_tiles
 from common.engine.ops.fp8_codes import FP8, GROUP
-from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
 from common.engine.ops.fp8_gated import fp8_gated, fp8_gated_triton
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_linear import fp8_product
 from common.engine.ops.fp8_linear_norm import fp8_product_norm_quantized
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
 from common.engine.ops.fp8_rows import quantize_rows
+from common.engine.ops.fp8_silu_mul import fp8_gate
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.triton_kernel import COMPILE_ERRORS, cdiv, multiprocessors

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP
-from common.engine.ops.fp8_fused import fp8_add_parts_rms_norm_triton, fp8_add_rms_norm_triton
 from common.engine.ops.fp8_gated import fp8_gated_triton
 from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
+from common.engine.ops.fp8_rms_norm import fp8_add_parts_rms_norm_triton, fp8_add_rms_norm_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.triton_kernel import cdiv, multiprocessors, next_power_of_2

@@ -39,11 +39,11 @@ from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.few_experts import add_experts_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.fp8_codes import FP8, empty_scales
-from common.engine.ops.fp8_fused import fp8_add_rms_norm_triton, fp8_rms_norm_triton
 from common.engine.ops.fp8_gated import fp8_gated_cuda
 from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_linear import fp8_product_cuda
 from common.engine.ops.fp8_linear_norm import fp8_product_norm_quantized_cuda
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm_triton, fp8_rms_norm_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.keep_hidden import keep_hidden_triton

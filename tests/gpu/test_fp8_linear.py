@@ -10,14 +10,6 @@ from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_experts import fp8_expert_parts_reference
-from common.engine.ops.fp8_fused import (
-    fp8_add_rms_norm,
-    fp8_add_rms_norm_reference,
-    fp8_gate,
-    fp8_gate_reference,
-    fp8_rms_norm,
-    fp8_rms_norm_reference,
-)
 from common.engine.ops.fp8_gated import fp8_gated, fp8_gated_reference
 from common.engine.ops.fp8_grouped import (
     choose_grouped_tiles,
@@ -37,12 +29,19 @@ from common.engine.ops.fp8_linear_norm import (
     fp8_product_norm_quantized,
     fp8_product_norm_reference,
 )
+from common.engine.ops.fp8_rms_norm import (
+    fp8_add_rms_norm,
+    fp8_add_rms_norm_reference,
+    fp8_rms_norm,
+    fp8_rms_norm_reference,
+)
 from common.engine.ops.fp8_rows import (
     quantize_rows,
     quantize_rows_reference,
     quantize_with,
     quantize_with_reference,
 )
+from common.engine.ops.fp8_silu_mul import fp8_gate, fp8_gate_reference
 from common.engine.ops.group_pairs import PairGroups
 from common.engine.ops.shared_memory import H200
 from common.engine.ops.triton_kernel import cdiv

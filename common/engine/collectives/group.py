@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, empty_scales
-from common.engine.ops.fp8_fused import fp8_add_rms_norm
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm
 from common.errors import RankFailed

@@ -7,7 +7,8 @@ from torch import Tensor
 from common.checkpoint.model_config import Activation
 from common.engine.layers.activations import Activations, Quantised, Reads
 from common.engine.layers.norm import RmsNorm
-from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
+from common.engine.ops.fp8_silu_mul import fp8_gate
 from common.engine.ops.rms_norm import add_rms_norm
 from common.engine.ops.silu_mul import GATED_OPS
 

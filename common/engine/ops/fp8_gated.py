@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, check_product, empty_scales
-from common.engine.ops.fp8_fused import fp8_gate_reference, fp8_gate_triton
 from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
 from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton
+from common.engine.ops.fp8_silu_mul import fp8_gate_reference, fp8_gate_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles
 from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
 from common.engine.ops.linear import load_tile

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, empty_scales
-from common.engine.ops.fp8_fused import (
+from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
+from common.engine.ops.fp8_product import fp8_product_parts
+from common.engine.ops.fp8_rms_norm import (
     fp8_add_parts_rms_norm_triton,
     fp8_add_rms_norm_reference,
     fp8_add_rms_norm_triton,
 )
-from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
-from common.engine.ops.fp8_product import fp8_product_parts
 from common.engine.ops.fp8_tiles import Fp8Tiles, divide_fp8_depth
 from common.engine.ops.fp8_vectors import choose_fp8_vectors
 from common.engine.ops.registration import register_op

@@ -8,22 +8,21 @@ from torch import Tensor
 
 from common.engine.ops import fp8_product as product_ops
 from common.engine.ops.fp8_codes import FP8, decode, encode
-from common.engine.ops.fp8_fused import (
+from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
+from common.engine.ops.fp8_rms_norm import (
     fp8_add_parts_rms_norm_triton,
     fp8_add_rms_norm_reference,
     fp8_add_rms_norm_triton,
-    fp8_gate_reference,
-    fp8_gate_triton,
     fp8_rms_norm_reference,
     fp8_rms_norm_triton,
 )
-from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
 from common.engine.ops.fp8_rows import (
     quantize_rows_reference,
     quantize_rows_triton,
     quantize_with_reference,
     quantize_with_triton,
 )
+from common.engine.ops.fp8_silu_mul import fp8_gate_reference, fp8_gate_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.silu_mul import GATED_REFERENCES
 from common.engine.ops.triton_kernel import cdiv, kernel, tl

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
 from common.engine.ops.fp8_gated import fp8_gated
 from common.engine.ops.fp8_linear import FP8, HIGHEST, fp8_linear, fp8_product, quantize_rows, values_of
 from common.engine.ops.fp8_linear_norm import fp8_product_norm, fp8_product_norm_quantized
+from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
+from common.engine.ops.fp8_silu_mul import fp8_gate
 from common.engine.ops.fp8_tiles import choose_fp8_gated_tiles, choose_fp8_tiles, divide_fp8_depth
 from common.engine.ops.rms_norm import add_rms_norm
 from common.engine.ops.silu_mul import GATED_OPS

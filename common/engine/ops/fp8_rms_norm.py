@@ -1,6 +1,6 @@
-"""Operations whose results are quantised to FP8 for the next product: activated gates, and norms of the stream.
+"""RMSNorm whose result is quantised to FP8 for the next product: `rms_norm` for FP8 weights.
 
-What is quantised is first rounded to the dtype of the activations, so a fused form has the results of the two
+What is quantised is first rounded to the dtype of the activations, so the fused form has the results of the two
 operations one after the other.
 """
 
@@ -10,36 +10,11 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP, empty_scales, has_fp8, store_codes
-from common.engine.ops.fp8_rows import launch_quantizer, quantize_rows_reference
+from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from common.engine.ops.row_norm import normed_row, row_warps
-from common.engine.ops.silu_mul import GATED_REFERENCES
 from common.engine.ops.triton_kernel import await_previous, chained, kernel_with_varying, next_power_of_2, tl
-
-
-def fp8_gate_reference(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
-    """Return activation(gate) * up of [..., 2 * I], gates first, as `quantize_rows` returns it.
-
-    The values are rounded to the dtype of `gate_up` before they are quantised.
-
-    Args:
-        activation: of the gates, see `gated_linear`.
-        blocks: as for `quantize_rows`.
-    """
-    return quantize_rows_reference(GATED_REFERENCES[activation](gate_up), blocks)
-
-
-def fp8_gate_triton(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
-    return launch_quantizer(gate_up, blocks, activation)
-
-
-def _gate_fake(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
-    size = gate_up.shape[-1] // 2
-    return gate_up.new_empty((*gate_up.shape[:-1], size), dtype=FP8), empty_scales(gate_up, size, blocks)
-
-
-fp8_gate = register_op("fp8_gate", fp8_gate_reference, mutates=(), fake=_gate_fake, cuda=fp8_gate_triton)
 
 
 def fp8_rms_norm_reference(
