@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kv_transfer.handshake import Peer
-from kv_transfer.outbound import Outbound, Posted
+from kv_transfer.outbound import Outbound, PostedWrite
 from kv_transfer.transport.base import PageList
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
 
@@ -26,7 +26,7 @@ class _Group:
     """Rooms of one peer that were added together."""
 
     write: LayerWrite
-    posted: list[Posted]
+    posted: list[PostedWrite]
     sent: int = 0  # planes
 
 
@@ -51,7 +51,7 @@ class LayerSend:
 
         May be called at any layer; the layers that are already stored are sent at once.
         """
-        peers: dict[str, tuple[Peer, list[PageList], list[Posted]]] = {}
+        peers: dict[str, tuple[Peer, list[PageList], list[PostedWrite]]] = {}
         for each in pages:
             for outbound in self._find(each.room):
                 begun = outbound.follow(each.src_pages, each.first, self._clock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 
 import msgspec
@@ -20,19 +21,27 @@ from kv_transfer.state import SendState, send_step
 from kv_transfer.transport.base import PageList, PageWrite, SenderEndpoint, Ticket, WriteState
 
 
+class WriteKind(Enum):
+    """The part of a room that a write carries."""
+
+    PAGES = "pages"
+    STATE = "state"
+    RECORD = "record"
+
+
 @dataclass(slots=True, eq=False)
-class Posted:
+class PostedWrite:
     """A write that is not known to have settled."""
 
-    first: int  # logical page
-    count: int  # pages; 0 for the state and for the record
+    kind: WriteKind
+    first: int = 0  # logical page; used for PAGES, as is `count`
+    count: int = 0
     tickets: list[Ticket] = field(default_factory=list)
     nbytes: int = 0
     digests: Sequence[int] = ()  # to be read once the write has landed
     rest: Callable[[], PageWrite] | None = None  # writes the planes that were not sent layer by layer
     shared: bool = False  # tickets may cover other rooms of the same forward, too
     layered: bool = False  # some layers were sent while the forward was running
-    record: bool = False
     launching: bool = False  # the forward is being launched: tickets of sent layers are still missing
 
     def add(self, write: PageWrite) -> None:
@@ -59,7 +68,7 @@ class Outbound:
     abort_asked: bool = False
     bytes_written: int = 0  # that have landed
     _checksums: list[Sequence[int]] = field(default_factory=list)  # per write that has landed
-    _posted: list[Posted] = field(default_factory=list)
+    _posted: list[PostedWrite] = field(default_factory=list)
     _record: HandoffRecord | None = None
     _moved: int = -1  # latest value of endpoint.progress
     _moved_at: float = 0.0
@@ -111,19 +120,19 @@ class Outbound:
         write = self.endpoint.write_pages(
             self.peer.memory, self.peer.plan, pages, self.limits.verify_checksums
         )
-        posted = Posted(first, len(src_pages))
+        posted = PostedWrite(WriteKind.PAGES, first, len(src_pages))
         posted.add(write)
         self._post(posted, now)
 
-    def follow(self, src_pages: Sequence[int], first: int, now: float) -> tuple[PageList, Posted] | None:
-        """Do as `send_pages` for pages that a forward has begun to write; the caller updates the returned Posted.
+    def follow(self, src_pages: Sequence[int], first: int, now: float) -> tuple[PageList, PostedWrite] | None:
+        """Do as `send_pages` for pages that a forward has begun to write; the caller updates the returned PostedWrite.
 
         Returns None if there is nothing to send.
         """
         pages = self._next(src_pages, first)
         if pages is None:
             return None
-        posted = Posted(first, len(src_pages), launching=True)
+        posted = PostedWrite(WriteKind.PAGES, first, len(src_pages), launching=True)
         self._post(posted, now)
         return pages, posted
 
@@ -182,7 +191,7 @@ class Outbound:
             raise InternalError(
                 f"room {self.room}: state slot {state_slot} of {plan.src.layout.num_slots} cannot be sent"
             )
-        posted = Posted(0, 0)
+        posted = PostedWrite(WriteKind.STATE)
         posted.add(
             self.endpoint.write_state(
                 self.peer.memory,
@@ -238,14 +247,14 @@ class Outbound:
             self.bytes_written += head.nbytes
             said.extend(self._landed(head))
 
-    def _landed(self, write: Posted) -> list[ToReceiver]:
+    def _landed(self, write: PostedWrite) -> list[ToReceiver]:
         assert self.slots is not None
-        if write.record:
+        if write.kind is WriteKind.RECORD:
             self.counters.records_written += 1
             self._go(SendState.DELIVERED)
             return [RecordWritten(self.room, self.slots.generation, write.nbytes, sending_time())]
         self._checksums.append(write.digests)
-        if not write.count:  # the state: the record announces it
+        if write.kind is WriteKind.STATE:  # the record announces it
             return []
         self.counters.pages_written += write.count
         self.counters.pages_by_layer += write.count if write.layered else 0
@@ -266,15 +275,15 @@ class Outbound:
         self._go(SendState.RECORDING)
         offset = self.slots.record_slot * slot_bytes
         ticket = self.endpoint.write_record(self.peer.memory, offset, data, self.slots.generation)
-        self._post(Posted(0, 0, [ticket], len(data), record=True), now)
+        self._post(PostedWrite(WriteKind.RECORD, tickets=[ticket], nbytes=len(data)), now)
 
-    def _outcome(self, write: Posted) -> WriteState:
+    def _outcome(self, write: PostedWrite) -> WriteState:
         states = {self.endpoint.poll(ticket) for ticket in write.tickets}
         if WriteState.PENDING in states or write.launching:
             return WriteState.PENDING
         return WriteState.FAILED if WriteState.FAILED in states else WriteState.DONE
 
-    def _post(self, write: Posted, now: float) -> None:
+    def _post(self, write: PostedWrite, now: float) -> None:
         if not self._posted:
             self._moved_at = now
         self._posted.append(write)
