@@ -52,7 +52,7 @@ from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes
 from decode_node.exclusive_worker import ExclusiveWorker
 from decode_node.forwards import Forwards
 from decode_node.host_fetches import AppliedFetches, HostFetches
-from decode_node.host_parts import host_memory
+from decode_node.host_parts import host_share
 from decode_node.limits import DecodeLimits
 from decode_node.loaded_rank import load_rank
 from decode_node.parts import Links, Observation
@@ -163,7 +163,7 @@ def _build(
     loaded.capture(forwards, log)
     ranks.report("registering")
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
-    host = host_memory(section.host_mib << 20, forwards, ranks.exchange, space)
+    host = host_share(section.host_mib << 20, forwards, ranks.exchange, space)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports, times.fields())

@@ -28,7 +28,7 @@ def untapped(block_tokens: int) -> CacheObserver:
     return NO_OBSERVER
 
 
-def host_memory(
+def host_share(
     nbytes: int, forwards: Forwards, exchange: Exchange, space: PageSpace | None = None
 ) -> HostShare | None:
     """Allocate the host memory of one rank of a node, if `nbytes` is not 0.

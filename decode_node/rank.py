@@ -22,7 +22,7 @@ from common.node.ranks.rank_reports import rank_reports
 from common.observability.logs import Log
 from decode_node.assemble import device_worker
 from decode_node.build import receiving_end, step_sizes
-from decode_node.host_parts import host_fetches, host_memory
+from decode_node.host_parts import host_fetches, host_share
 from decode_node.loaded_rank import load_rank
 from decode_node.peers import PeerConnections
 from decode_node.rank_work import DecodeRankWork
@@ -76,7 +76,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     forwards = loaded.forwards(end.allocate)
     receiver = end.receiver(forwards.layout)
     loaded.capture(forwards, log)
-    share = host_memory(cluster.decode.host_mib << 20, forwards, member.exchange)
+    share = host_share(cluster.decode.host_mib << 20, forwards, member.exchange)
     rank_reports(loaded.served, plan.devices[rank], member.exchange)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),

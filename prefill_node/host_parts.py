@@ -11,11 +11,13 @@ from common.kv_cache.host_layout import HostLayout
 from common.kv_cache.host_plan import HostCopies, HostMemory, NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
-from common.node.host_share import Exchange, ItemBytes
+from common.node.host_share import Exchange, HostShare, ItemBytes, share_of_host
+from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.forwards import Forwards
-from prefill_node.host_share import KEY, host_share
 from prefill_node.host_tier import HostPrefixes, HostTier, NoHostTier
 from prefill_node.ranked_host import RankStore
+
+KEY = "prefill.host_mib"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ class HostParts:
 
 def _untapped(page_tokens: int) -> CacheObserver:
     return NO_OBSERVER
+
+
+def host_share(nbytes: int, grid: int, forwards: Forwards, exchange: Exchange) -> HostShare:
+    """Allocate the host memory of one rank; see `share_of_host`. Raises ConfigError."""
+    pool = forwards.layout, forwards.runner.pool.storage
+    return share_of_host(KEY, nbytes, grid, pool, forwards.arriving.expect, MovedPool, exchange)
 
 
 def make_host_parts(

@@ -26,7 +26,7 @@ from kv_transfer.ranks.sender_rank import SenderRank
 from prefill_node.assemble import prompt_step
 from prefill_node.build import compiled_bodies, open_sockets, prompt_sizes, sending_end
 from prefill_node.forwards import Forwards
-from prefill_node.host_share import host_share
+from prefill_node.host_parts import host_share
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.page_sending import ByChunk, OnOneRank, PageSending, page_sending
 from prefill_node.peer_frames import take_peer_frames

@@ -56,7 +56,7 @@ def share_of_host(
     pool: tuple[PoolLayout, Tensor],
     expect: Expect | None,
     copies: Callable[[PoolLayout, Tensor], PoolCopies],
-    exchange: Exchange = lambda own: (own,),
+    exchange: Exchange,
 ) -> HostShare:
     """Allocate the share of one rank. All ranks get the same numbers of pages and slots.
 
