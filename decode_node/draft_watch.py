@@ -16,7 +16,7 @@ from common.observability.logs import Log
 from decode_node.accept_counters import AcceptCounters
 
 ENOUGH = 4096  # rounds with drafts, counted per request, before drafts are judged
-LEAST = 0.25  # share of first drafts that a working head gets accepted
+MIN_ACCEPTED = 0.25  # share of first drafts that a working head gets accepted
 
 
 class DraftWatch(Protocol):
@@ -44,14 +44,14 @@ class FirstDraftWatch:
         if self._said or counters.drafts < ENOUGH:
             return
         accepted = counters.accepted_at[0] if counters.accepted_at else 0
-        if accepted >= LEAST * counters.drafts:
+        if accepted >= MIN_ACCEPTED * counters.drafts:
             return
         self._said = True
         self._log.warning(
             "the first draft of a round is almost never accepted",
             rounds=counters.drafts,
             accepted=accepted,
-            expected=f"at least {LEAST:.0%}",
+            expected=f"at least {MIN_ACCEPTED:.0%}",
             causes=self._causes,
             metrics="vllm:spec_decode_num_accepted_tokens_per_pos and vllm:spec_decode_num_drafts",
         )

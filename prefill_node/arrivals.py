@@ -6,7 +6,7 @@ from collections import deque
 
 KEPT = 64  # prompts
 WINDOW = 10.0  # seconds
-SHORTEST = 1.0  # seconds over which a burst counts at least
+MIN_SECONDS = 1.0  # seconds over which a burst counts at least
 
 
 class RecentArrivals:
@@ -26,4 +26,4 @@ class RecentArrivals:
         oldest = self._arrivals[0][0] if len(self._arrivals) == KEPT else now - WINDOW
         begin = max(oldest, now - WINDOW)
         count = sum(length < tokens for at, length in self._arrivals if at >= begin)
-        return count / (1e3 * max(now - begin, SHORTEST))
+        return count / (1e3 * max(now - begin, MIN_SECONDS))

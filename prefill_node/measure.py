@@ -14,7 +14,7 @@ from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
 RUNS = 3  # rounds over all sizes, after one that is not counted
-SMALLEST = 16
+MIN_TOKENS = 16
 CONTEXT_SHARE = 8  # one part in this many, the last, is new in the sequence that measures context
 MAX_SEQUENCE = 16_384  # tokens of that sequence
 
@@ -64,7 +64,7 @@ class MeasuredNode:
 def measured_sizes(largest: int) -> list[int]:
     """Return the sizes to measure, ascending: powers of two and what lies halfway, up to the largest forward."""
     sizes = {largest}
-    size = SMALLEST
+    size = MIN_TOKENS
     while size < largest:
         sizes |= {each for each in (size, size + size // 2) if each < largest}
         size *= 2

@@ -17,7 +17,7 @@ from common.node_names import FOUND
 
 PROCESSES = "router.processes"
 CONTROL = "router.control_address"
-MOST = 64  # router processes of a cluster; every node has a link to each
+MAX_PROCESSES = 64  # router processes of a cluster; every node has a link to each
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,10 @@ def derived_addresses(router: RouterSection, run_dir: Path) -> list[str]:
 def check_routers(router: RouterSection) -> None:
     """Check that the processes of the cluster can have addresses of their own. Raises ConfigError."""
     hosts = router_hosts(router)
-    if len(hosts) * router.processes > MOST:
+    if len(hosts) * router.processes > MAX_PROCESSES:
         raise ConfigError(
-            PROCESSES, f"{len(hosts) * router.processes} router processes are too many; write at most {MOST}"
+            PROCESSES,
+            f"{len(hosts) * router.processes} router processes are too many; write at most {MAX_PROCESSES}",
         )
     if hosts[0].startswith(FOUND) and router.processes > 1:
         raise ConfigError(PROCESSES, f"{hosts[0]} has one router process per address; write 1")

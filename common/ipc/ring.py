@@ -28,7 +28,7 @@ PAGE = 4096
 LINE = 8  # counters of 8 bytes in a cache line
 MAX_READERS = PAGE // (8 * LINE) - 1
 FULL_WAIT = 0.00005  # seconds between two looks of a writer without room
-LONGEST_LOOK = 0.1  # seconds that one of them counts at most, as the writer may have been stopped
+MAX_LOOK = 0.1  # seconds that one of them counts at most, as the writer may have been stopped
 TORN_SECONDS = 1.0  # after which a fragment with a wrong checksum is a defect
 # Payload bytes, checksum, and 2 * number, plus 1 if the frame goes on in the next fragment.
 HEADER = struct.Struct("<IIQ")
@@ -129,7 +129,7 @@ class RingWriter:
         waited, looked = 0.0, monotonic()
         while (slowest := self._slowest())[0] < oldest:
             now = monotonic()
-            waited, looked = waited + min(now - looked, LONGEST_LOOK), now
+            waited, looked = waited + min(now - looked, MAX_LOOK), now
             if waited > patience:
                 reader = slowest[1]
                 rank = self._ranks[reader]

@@ -48,7 +48,7 @@ QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
 REPLAY_BYTES = 64 << 20  # of batches that can be repeated
 IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
 # Seconds that the thread pauses after a defect; the pause doubles, and starts again after CALM_SECONDS without one.
-MIN_PAUSE, LONGEST_PAUSE, CALM_SECONDS = 0.1, 30.0, 60.0
+MIN_PAUSE, MAX_PAUSE, CALM_SECONDS = 0.1, 30.0, 60.0
 MAX_PROBLEM = 500  # characters of the reason that routers are told
 END_SECONDS = 5.0  # that `close` waits for the thread
 MAX_QUESTION_BYTES = 1024
@@ -233,7 +233,7 @@ class KvEventPublisher:
         """Count and log a defect, each kind once, and pause."""
         now = time.monotonic()
         calm = now - self._failed_at >= CALM_SECONDS
-        self._pause = MIN_PAUSE if calm else min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = MIN_PAUSE if calm else min(2 * self._pause, MAX_PAUSE)
         self._failed_at = now
         self.failures += 1
         self.problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]

@@ -12,8 +12,8 @@ from itertools import islice
 
 from decode_node.request import DecodeRequest
 
-SHORTEST = 2  # tokens that must match
-LONGEST = 16  # longer matches are not distinguished
+MIN_MATCH = 2  # tokens that must match
+MAX_MATCH = 16  # longer matches are not distinguished
 CANDIDATES = 16  # latest occurrences that are compared
 SHARED_CONTEXT = 3  # tokens that select an entry of the shared table
 SHARED_ENTRIES = 1 << 17
@@ -52,7 +52,7 @@ class SharedTable:
 
 
 class TextIndex:
-    """Indexes one text by the SHORTEST tokens before each position; it grows with the text."""
+    """Indexes one text by the MIN_MATCH tokens before each position; it grows with the text."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
@@ -62,18 +62,18 @@ class TextIndex:
         """Append tokens. A position is indexed once it has a token."""
         for token in tokens:
             end = len(self.text)
-            if end >= SHORTEST:
-                self._ends.setdefault(tuple(self.text[-SHORTEST:]), []).append(end)
+            if end >= MIN_MATCH:
+                self._ends.setdefault(tuple(self.text[-MIN_MATCH:]), []).append(end)
             self.text.append(token)
 
     def continuation(self, most: int) -> list[int]:
         """Return what follows the longest earlier occurrence of the text's end; the latest one among equals."""
         text = self.text
-        ends = self._ends.get(tuple(text[-SHORTEST:]), ())
+        ends = self._ends.get(tuple(text[-MIN_MATCH:]), ())
         best, longest = 0, 0
         for end in islice(reversed(ends), CANDIDATES):
-            length = SHORTEST
-            while length < min(LONGEST, end) and text[end - 1 - length] == text[-1 - length]:
+            length = MIN_MATCH
+            while length < min(MAX_MATCH, end) and text[end - 1 - length] == text[-1 - length]:
                 length += 1
             if length > longest:
                 best, longest = end, length

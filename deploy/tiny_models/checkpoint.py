@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.tiny_models import tokenizer as family
 
-LARGEST_FILE = 8_000_000  # bytes; the directory is checked into the repository
+MAX_FILE_BYTES = 8_000_000  # the directory is checked into the repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
     """Write tensors to a file. Raises ValueError if it is too large to be checked in."""
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it readable only by the owner
-    if path.stat().st_size >= LARGEST_FILE:
+    if path.stat().st_size >= MAX_FILE_BYTES:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
+            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {MAX_FILE_BYTES}"
         )
 
 

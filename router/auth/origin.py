@@ -22,7 +22,7 @@ EXPOSED = "X-Request-Id, request-id, Retry-After, X-Should-Retry, " + ", ".join(
 )
 MAX_AGE_SECONDS = 600
 MAX_REMEMBERED = 255  # characters of a Host header whose parts are remembered
-LONGEST_ADDRESS = 64  # characters, with a zone
+MAX_ADDRESS = 64  # characters, with a zone
 _REQUEST_HEADER = re.compile(
     r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|x-session-(id|token)|(openai|anthropic|x-stainless)-[a-z-]+)"
 )
@@ -106,7 +106,7 @@ class HostRule:
     def _is_ours(self, host: str, request: web.Request) -> bool:
         if host in self._allowed or host == "localhost" or host.endswith(".localhost"):
             return True
-        if len(host) > LONGEST_ADDRESS or (loopback := _is_loopback(host)) is None:
+        if len(host) > MAX_ADDRESS or (loopback := _is_loopback(host)) is None:
             return False
         if loopback or request.transport is None:
             return loopback

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from common.errors import Moved, NodeLost, Overloaded, Preempted, RequestError
 
 FIRST_PAUSE = 0.05  # seconds between two attempts of one request; doubled each time
-LONGEST_PAUSE = 2.0
+MAX_PAUSE = 2.0
 FULL_QUEUE_SECONDS = 0.25  # pause before a request is tried again at full queues; doubled each time
 LOSSES_PER_ATTEMPT = 3  # nodes that may die under a request that makes progress, per allowed attempt
 
@@ -79,7 +79,7 @@ class Retries:
             self._full_pause = FULL_QUEUE_SECONDS
             self._full_until = now + self._patience
         pause = self._full_pause * self._draw(0.5, 1.0)
-        self._full_pause = min(2 * self._full_pause, LONGEST_PAUSE)
+        self._full_pause = min(2 * self._full_pause, MAX_PAUSE)
         return pause if now + pause <= self._full_until else None
 
     def _for_failure(self, error: RequestError, progress: bool, elsewhere: bool) -> float | None:
@@ -96,4 +96,4 @@ class Retries:
         if self._in_a_row <= 1 and (elsewhere or got_further):
             return 0.0
         grown = FIRST_PAUSE * 2.0 ** min(max(self._in_a_row - 1, 0), 16)
-        return min(grown, LONGEST_PAUSE) * self._draw(0.5, 1.0)
+        return min(grown, MAX_PAUSE) * self._draw(0.5, 1.0)

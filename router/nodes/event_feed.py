@@ -20,7 +20,7 @@ import msgspec
 from common.kv_events.wire import SNAPSHOT, AllBlocksCleared, Batch, BlockStored, Event, hash_of
 
 ANSWER_SECONDS = 5.0  # after which a question counts as unanswered
-MIN_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two questions
+MIN_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between two questions
 # Blocks, and events and batches without any, that are heard while an answer is awaited; of more, all are missing.
 MAX_HELD = 50_000
 
@@ -166,7 +166,7 @@ class EventFeed:
         """Ask after a pause, which becomes longer each time until batches follow each other again."""
         self._asked, self._wanted = None, question
         self._takes_gaps = False
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, MAX_PAUSE)
         self._not_before = max(self._not_before, self._clock() + self._pause)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 KEPT = 0.998  # share of its weight that a measurement keeps when another one arrives
-LONGEST_MS = 60_000.0  # longer ones count as this: one node must not spoil the line of all
+MAX_MS = 60_000.0  # longer ones count as this: one node must not spoil the line of all
 # A further request costs something, whatever was measured, so that equal nodes share the load.
 MIN_SLOPE_MS = 0.02
 
@@ -40,7 +40,7 @@ class MeasuredSteps:
     def measured(self, requests: int, ms: float) -> None:
         """Record that a step with this many requests took `ms`."""
         if ms > 0:
-            self._add(requests, min(ms, LONGEST_MS))
+            self._add(requests, min(ms, MAX_MS))
             self._time = None
 
     @property

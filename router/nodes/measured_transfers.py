@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SMOOTHING = 0.1  # weight of one transfer in the moving averages
-LONGEST = 60.0  # seconds; longer ones count as this, or one pair would spoil the average of all
+MAX_SECONDS = 60.0  # seconds; longer ones count as this, or one pair would spoil the average of all
 MAX_PAIRS = 4096  # that are remembered; beyond it the one that was measured least recently is forgotten
 NO_RATES: Mapping[str, float] = {}
 
@@ -44,7 +44,7 @@ class MeasuredTransfers:
         """Record that the pages of `tokens` tokens arrived `seconds` after they were computed and had room."""
         if tokens <= 0 or seconds < 0:
             return
-        ms = 1000 * min(seconds, LONGEST)
+        ms = 1000 * min(seconds, MAX_SECONDS)
         rate = self._pairs.setdefault((prefill, decode), _Rate())
         self._pairs.move_to_end((prefill, decode))
         self._rates.setdefault(prefill, {})[decode] = rate.add(ms, tokens)

@@ -33,7 +33,7 @@ from router.nodes.sieve import Sieve
 NOTHING: frozenset[str] = frozenset()
 MANY = 16  # nodes of a role that are all compared while some are to be avoided or take less
 FEW = 2  # nodes that are compared without looking for better ones
-LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
+MAX_RETRY_AFTER = 60.0  # upper bound of Retry-After, in seconds
 POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
 
 
@@ -177,7 +177,7 @@ class Placer:
             if waits and len(waits) == len(nodes):
                 raise Overloaded(
                     f"all {role} nodes are busy; try again later",
-                    retry_after=min(max(min(waits), 1.0), LONGEST_RETRY),
+                    retry_after=min(max(min(waits), 1.0), MAX_RETRY_AFTER),
                 )
 
     def spared(

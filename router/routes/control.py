@@ -23,7 +23,7 @@ from router.requests.json_body import decode_json
 from router.routes.status import without_prefix
 
 LOOK_SECONDS = 0.02  # interval at which /flush_cache looks whether the cluster is idle
-LONGEST_WAIT = 60.0  # seconds that /flush_cache may be told to wait
+MAX_WAIT = 60.0  # seconds that /flush_cache may be told to wait
 FLUSHED = "Cache flushed: every node empties its prefix cache before its next request.\n"
 BUSY = "Cache not flushed: requests are in flight. Send timeout=SECONDS to wait for them.\n"
 
@@ -141,6 +141,6 @@ def _timeout(request: web.Request) -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds <= LONGEST_WAIT:
-        raise InvalidRequest(f"timeout must be a number from 0 to {LONGEST_WAIT:g}", param="timeout")
+    if not 0 <= seconds <= MAX_WAIT:
+        raise InvalidRequest(f"timeout must be a number from 0 to {MAX_WAIT:g}", param="timeout")
     return seconds

@@ -19,7 +19,7 @@ from router.http.errors import error_body, json_response
 from router.requests.checks import ServedModel
 
 VERSION = "0.1.0"
-LISTED, MAX_LISTED = 40, 200  # timelines in one answer of /requests: by default, and at most
+DEFAULT_LISTED, MAX_LISTED = 40, 200  # timelines in one answer of /requests: by default, and at most
 ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID)
 
 
@@ -158,7 +158,7 @@ def without_prefix(identity: str) -> str:
 
 def _limit(request: web.Request) -> int:
     """Return the number of requests that the client asks for. Raises InvalidRequest."""
-    given = request.query.get("limit", str(LISTED))
+    given = request.query.get("limit", str(DEFAULT_LISTED))
     count = int(given) if given.isascii() and given.isdigit() and len(given) <= 9 else 0
     if not 1 <= count <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 # Descriptors of a router for everything else: its links to nodes, its workers, sockets and files.
 RESERVED, RESERVED_PER_NODE = 128, 4
-LEAST = 16  # connections that it has however few descriptors there are
+MIN_CONNECTIONS = 16  # connections that it has however few descriptors there are
 
 
 class Connection(Protocol):
@@ -82,4 +82,4 @@ def affordable_connections(asked: int, descriptors: int, nodes: int) -> int:
 
     Beyond its descriptors it could accept nobody, however many connections are idle.
     """
-    return min(asked, max(descriptors - RESERVED - nodes * RESERVED_PER_NODE, LEAST))
+    return min(asked, max(descriptors - RESERVED - nodes * RESERVED_PER_NODE, MIN_CONNECTIONS))

@@ -20,7 +20,7 @@ MAX_PENDING = 2048
 RECORD_HEAD = 5  # bytes: type, version, length
 MESSAGE_HEAD = 4  # bytes: type, length
 HANDSHAKE, CLIENT_HELLO = 22, 1
-LARGEST_RECORD = 1 << 14
+MAX_RECORD = 1 << 14
 
 
 class TlsHandshakes:
@@ -131,7 +131,7 @@ async def client_hello(connection: socket.socket) -> None:
         return
     head = await _peek(connection, RECORD_HEAD + MESSAGE_HEAD)
     record, message = int.from_bytes(head[3:5], "big"), int.from_bytes(head[6:9], "big")
-    whole = record == MESSAGE_HEAD + message and record <= LARGEST_RECORD
+    whole = record == MESSAGE_HEAD + message and record <= MAX_RECORD
     if head[RECORD_HEAD] != CLIENT_HELLO or not whole:
         raise ConnectionAbortedError("the first record of the connection is not one whole ClientHello")
     await _peek(connection, RECORD_HEAD + record)

@@ -38,7 +38,7 @@ POOL_TOKENS = 1 << 24
 MAX_MODEL_LEN = 4096
 STEP_SECONDS = 0.007
 CROWD_STEP_SECONDS = 0.25
-MOST = 8192  # requests and connections
+MAX_CONNECTIONS = 8192  # requests and connections
 PATIENCE = 300.0  # seconds
 SHOWN = 12
 SETTLE_SECONDS = 5.0  # for collections after a load
@@ -147,7 +147,11 @@ def shown(stall: Stall, since: float) -> str:
 
 
 async def measured(name: str, streams: int, seconds: float) -> dict[str, Any]:
-    limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
+    limits = {
+        "max_requests": MAX_CONNECTIONS,
+        "max_connections": MAX_CONNECTIONS,
+        "max_connections_per_client": MAX_CONNECTIONS,
+    }
     config: dict[str, Any] = {"router": limits, "prefill": {"pool_tokens": POOL_TOKENS}}
     config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": 4096}
     with tempfile.TemporaryDirectory() as directory:

@@ -57,7 +57,7 @@ WARM_SECONDS = 1.0
 AT_ONCE = 64  # connections that are opened together
 START_SECONDS = 60.0
 MODEL_NAME = "tiny"
-MOST = 32_768  # connections and requests at once
+MAX_CONNECTIONS = 32_768  # connections and requests at once
 ROWS = 4096  # requests that decode on a node at once: as many as a cluster file permits
 FIRST_ID = 260  # first of the tokens that are words or parts of words
 
@@ -97,7 +97,11 @@ def texts() -> dict[str, int]:
 
 @asynccontextmanager
 async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
-    limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
+    limits = {
+        "max_requests": MAX_CONNECTIONS,
+        "max_connections": MAX_CONNECTIONS,
+        "max_connections_per_client": MAX_CONNECTIONS,
+    }
     config = {"router": limits | {"queue_wait": 600.0}, "prefill": {"pool_tokens": POOL_TOKENS}}
     config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": ROWS}
     with tempfile.TemporaryDirectory() as directory:
@@ -148,7 +152,7 @@ async def vllm_router(command: str, nodes: int) -> AsyncGenerator[Target, None]:
             "--log-level",
             "warning",
             "--max-concurrent-requests",
-            str(MOST),
+            str(MAX_CONNECTIONS),
         ]
         with tempfile.TemporaryFile() as log:
             process = await asyncio.create_subprocess_exec(

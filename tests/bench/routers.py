@@ -38,7 +38,7 @@ CLIENTS = 48  # connections of each load process
 TOKENS = 128  # of a stream
 STEP_SECONDS = 0.002
 WARM_SECONDS = 1.0
-MOST = 32_768  # connections and requests at once
+MAX_CONNECTIONS = 32_768  # connections and requests at once
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,11 @@ async def run_loads(
 
 
 async def measure(processes: int, seconds: float) -> Row:
-    limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
+    limits = {
+        "max_requests": MAX_CONNECTIONS,
+        "max_connections": MAX_CONNECTIONS,
+        "max_connections_per_client": MAX_CONNECTIONS,
+    }
     config: dict[str, Any] = {
         "router": limits | {"queue_wait": 600.0, "processes": processes},
         "prefill": {"pool_tokens": POOL_TOKENS},

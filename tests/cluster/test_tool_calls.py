@@ -35,7 +35,7 @@ PROBLEM = (
 )
 TWO = "What is 12 * 7? And what is the weather in Paris?"
 RESULTS = {"calculator": "84", "get_weather": "rainy, 9 degrees"}
-MOST = 200  # tokens of one answer
+MAX_TOKENS = 200  # tokens of one answer
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ async def client(cluster: RunningCluster) -> AsyncIterator[AsyncOpenAI]:
 async def _send(client: AsyncOpenAI, question: str | list[Any], **fields: Any) -> Any:
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
     create: Any = client.chat.completions.create  # its types want dictionaries of their own
-    given = {"tools": TOOLS, "temperature": 0, "max_tokens": MOST, **fields}
+    given = {"tools": TOOLS, "temperature": 0, "max_tokens": MAX_TOKENS, **fields}
     return await create(model="tiny", messages=asked, **given)
 
 
@@ -225,7 +225,7 @@ async def test_texts_are_those_of_plain_decoding(client: AsyncOpenAI, cluster: R
         )
         prompt = (answer.model_extra or {})["prompt_token_ids"]
         found = (answer.choices[0].model_extra or {})["token_ids"]
-        (expected,) = greedy(model, [prompt], id_of(encoder, PAD), end, MOST)
+        (expected,) = greedy(model, [prompt], id_of(encoder, PAD), end, MAX_TOKENS)
         assert found == expected
         assert encoder.decode(found).startswith(THINK)
 

@@ -38,7 +38,7 @@ from tests.fakes.waiting import until
 
 TOKENS = 5  # rows of an image with a number below 100, in one line
 GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # for images with larger numbers, in turn
-MOST = 9  # largest number of tokens of an image
+MAX_TOKENS = 9  # largest number of tokens of an image
 PIXELS = (3, 2, 2)
 
 
@@ -68,7 +68,7 @@ def read(data: bytes) -> Pixels:
 @functools.cache
 def _weights() -> Tensor:
     generator = torch.Generator().manual_seed(4)
-    return torch.randn(12, MOST * CONFIG.hidden_size, generator=generator)
+    return torch.randn(12, MAX_TOKENS * CONFIG.hidden_size, generator=generator)
 
 
 class TinyPart:
@@ -79,7 +79,7 @@ class TinyPart:
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:
         self.forwards.append(len(images))
-        every = [(each.values.flatten() @ _weights()).view(MOST, CONFIG.hidden_size) for each in images]
+        every = [(each.values.flatten() @ _weights()).view(MAX_TOKENS, CONFIG.hidden_size) for each in images]
         return [
             rows[: each.tokens].view(each.rows, each.columns, -1)
             for each, rows in zip(images, every, strict=True)

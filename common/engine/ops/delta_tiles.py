@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import BARRIER_BYTES, LEAST
+from common.engine.ops.shared_memory import BARRIER_BYTES, MIN_TILE
 
 CHUNK = 64  # tokens; prompts are cut at multiples of it
 PART = 32  # values of a head in a program of the scan
@@ -48,21 +48,21 @@ def choose_chunks(keys: int, values: int, itemsize: int, shared: int) -> ChunkTi
     Raises RuntimeError if heads are too large for the GPU.
     """
     tiles = ChunkTiles(keys, values, CHUNK, min(values, PART), SCAN_STAGES, min(keys, STEP), OUTPUT_STAGES)
-    while tiles.solve_bytes(itemsize) > shared and tiles.chunk > LEAST:
+    while tiles.solve_bytes(itemsize) > shared and tiles.chunk > MIN_TILE:
         tiles = tiles._replace(chunk=tiles.chunk // 2)
     while tiles.scan_bytes(itemsize) > shared:
         if tiles.scan_stages > 1:
             tiles = tiles._replace(scan_stages=tiles.scan_stages - 1)
-        elif tiles.part > LEAST:
+        elif tiles.part > MIN_TILE:
             tiles = tiles._replace(part=tiles.part // 2)
-        elif tiles.chunk > LEAST:
+        elif tiles.chunk > MIN_TILE:
             tiles = tiles._replace(chunk=tiles.chunk // 2)
         else:
             break
     while tiles.output_bytes(itemsize) > shared:
         if tiles.output_stages > 1:
             tiles = tiles._replace(output_stages=tiles.output_stages - 1)
-        elif tiles.step > LEAST:
+        elif tiles.step > MIN_TILE:
             tiles = tiles._replace(step=tiles.step // 2)
         else:
             break

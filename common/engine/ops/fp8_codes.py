@@ -14,9 +14,9 @@ from torch import Tensor
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
 FP8 = torch.float8_e4m3fn
-HIGHEST = 448.0  # the largest code
-STEP = 0.0022321429569274187  # 1 / HIGHEST in float32
-SMALLEST = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
+MAX_CODE = 448.0  # the largest code
+STEP = 0.0022321429569274187  # 1 / MAX_CODE in float32
+MIN_MAGNITUDE = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
 GROUP = 128  # values that share a scale of x, and rows and columns that share one of the weight
 
 

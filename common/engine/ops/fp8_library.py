@@ -12,7 +12,7 @@ from torch import Tensor
 ALIGNMENT = 16  # the library takes depths and outputs that are multiples of it
 BLOCK_COLUMNS = 4  # it takes this many blocks of a row's depth, or multiples of it
 BLOCK_ROWS = 4  # the same for rows of products with blocks
-LEAST = (9, 0)  # compute capability of the first GPU with products of blocks
+MIN_CAPABILITY = (9, 0)  # compute capability of the first GPU with products of blocks
 BLOCKS_CUDA = (12, 9)  # the first CUDA with them
 CHANNELS_LEAST = (8, 9)  # the same for any FP8 product
 
@@ -45,7 +45,7 @@ def _serves(rows: Tensor, scales: Tensor, blocks: bool) -> bool:
     capability = torch.cuda.get_device_capability(rows.device)
     if not blocks:
         return capability >= CHANNELS_LEAST
-    if capability[0] != LEAST[0] or not _builds_blocks():
+    if capability[0] != MIN_CAPABILITY[0] or not _builds_blocks():
         return False
     # It has products of blocks for numbers of rows whose scales are aligned.
     return len(rows) % BLOCK_ROWS == 0 and scales.shape[1] % BLOCK_COLUMNS == 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, HIGHEST
+from common.engine.ops.fp8_codes import FP8, GROUP, MAX_CODE
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference, quantize_with
@@ -28,7 +28,7 @@ from common.engine.ops.triton_kernel import multiprocessors
 __all__ = [
     "FP8",
     "GROUP",
-    "HIGHEST",
+    "MAX_CODE",
     "fp8_linear",
     "fp8_linear_reference",
     "fp8_product",

@@ -9,8 +9,8 @@ from torch import Tensor
 from common.engine.ops.fp8_codes import (
     FP8,
     GROUP,
-    HIGHEST,
-    SMALLEST,
+    MAX_CODE,
+    MIN_MAGNITUDE,
     STEP,
     empty_scales,
     encode,
@@ -46,8 +46,8 @@ def quantize_rows_reference(x: Tensor, blocks: bool = False) -> tuple[Tensor, Te
     group = GROUP if blocks else max(size, 1)
     groups = cdiv(size, group)
     padded = F.pad(x.float(), (0, groups * group - size)).view(*x.shape[:-1], groups, group)
-    largest = padded.abs().amax(-1).clamp(min=SMALLEST)
-    codes = (padded * (largest.reciprocal() * HIGHEST).unsqueeze(-1)).clamp(-HIGHEST, HIGHEST).to(FP8)
+    largest = padded.abs().amax(-1).clamp(min=MIN_MAGNITUDE)
+    codes = (padded * (largest.reciprocal() * MAX_CODE).unsqueeze(-1)).clamp(-MAX_CODE, MAX_CODE).to(FP8)
     scales = empty_scales(x, size, blocks).copy_(largest * STEP)
     return codes.flatten(-2)[..., :size].clone(memory_format=torch.contiguous_format), scales
 
@@ -129,7 +129,7 @@ quantize_rows = register_op(
 
 def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise rows [..., K] with one given scale [] float32: (codes [..., K], the scale for each row [..., 1])."""
-    codes = (x.float() / scale).clamp(-HIGHEST, HIGHEST).to(FP8)
+    codes = (x.float() / scale).clamp(-MAX_CODE, MAX_CODE).to(FP8)
     return codes, scale.expand(*x.shape[:-1], 1).clone()
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, HIGHEST
+from common.engine.ops.fp8_codes import FP8, MAX_CODE
 from common.engine.ops.triton_kernel import kernel, tl
 
 
 def as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return `values` as a plane of `dtype` stores them: if in eight bits, divided by `scale` and at most HIGHEST."""
+    """Return `values` as a plane of `dtype` stores them: if in eight bits, divided by `scale` and at most MAX_CODE."""
     if dtype is not FP8:
         return values.to(dtype)
-    return (values.float() / scale).clamp_(-HIGHEST, HIGHEST).to(FP8)
+    return (values.float() / scale).clamp_(-MAX_CODE, MAX_CODE).to(FP8)
 
 
 def as_read(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine.ops.expert_choice import choose_experts
 from common.engine.ops.linear import halves, linear_parts
 from common.engine.ops.registration import register_op
-from common.engine.ops.tiles import FEW, MOST, Tiles
+from common.engine.ops.tiles import FEW, MAX_ROWS, Tiles
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -183,7 +183,7 @@ def _logits(x: Tensor, rows: Tensor) -> Tensor:
     count, depth = x.shape
     if halves(x, rows) and choose_vectors(count, *rows.shape) is not None:
         return vector_linear_triton(x, rows, None, LOGIT_VECTORS, torch.float32)[None]
-    if halves(x, rows) and count <= MOST:
+    if halves(x, rows) and count <= MAX_ROWS:
         steps = cdiv(depth, LOGIT_DEPTH)
         parts = cdiv(steps, cdiv(steps, LOGIT_PARTS))
         tile_rows = max(FEW, next_power_of_2(count))

@@ -14,7 +14,7 @@ import torch
 
 from common.engine.ops.triton_kernel import next_power_of_2
 
-LEAST = 16  # rows or keys: the minimum of a tile of the matrix units
+MIN_TILE = 16  # rows or keys: the minimum of a tile of the matrix units
 SHORT = 32  # keys: below this, rows are reduced before keys
 BARRIER_BYTES = 2048  # for reductions and barriers
 
@@ -57,11 +57,11 @@ def cut_attention(
     head_dim: int,
     itemsize: int,
     room: SharedMemory,
-    least_rows: int = LEAST,
+    least_rows: int = MIN_TILE,
 ) -> tuple[int, int]:
     """Return rows and keys of a tile that fits, halving keys and rows in turn. Raises RuntimeError if none fits."""
     while attention_bytes(rows, keys, stages, head_dim, itemsize, room) > room.shared_bytes:
-        if keys > SHORT or (keys > LEAST and rows <= least_rows):
+        if keys > SHORT or (keys > MIN_TILE and rows <= least_rows):
             keys //= 2
         elif rows > least_rows:
             rows //= 2

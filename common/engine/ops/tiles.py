@@ -12,7 +12,7 @@ from common.engine.ops.shared_memory import BARRIER_BYTES, H200
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: the minimum of a tile of the matrix units
-MOST = 128  # rows: for more, the library is as fast
+MAX_ROWS = 128  # rows: for more, the library is as fast
 COLUMNS = 64  # output columns that a program of four warps multiplies at once
 STEP = 128  # depth of a step
 MAX_PARTS = 8
@@ -61,7 +61,7 @@ def choose_tiles(rows: int, size: int, processors: int, shared: int = H200.share
     `shared` is the number of bytes that a program may use, nearly all of a multiprocessor's.
     """
     programs = cdiv(size, COLUMNS)
-    if rows > MOST or (rows > MOST // 2 and programs > processors):
+    if rows > MAX_ROWS or (rows > MAX_ROWS // 2 and programs > processors):
         return None
     return _if_busy(_fitting(rows, programs, processors, shared), programs, processors, shared)
 
@@ -70,10 +70,10 @@ def choose_gated_tiles(
     rows: int, size: int, processors: int, shared: int = H200.shared_bytes
 ) -> Tiles | None:
     """Choose tiles for `gated_linear`, whose programs read two tiles of the weight."""
-    if rows > MOST:
+    if rows > MAX_ROWS:
         return None
-    if rows > MOST // 2:
-        tiles = Tiles(2 * COLUMNS, STEP // 2, 8, 4, MOST)
+    if rows > MAX_ROWS // 2:
+        tiles = Tiles(2 * COLUMNS, STEP // 2, 8, 4, MAX_ROWS)
     else:
         tiles = Tiles(COLUMNS, STEP, 4, 4, _room(rows))
     programs, fitting = cdiv(size // 2, tiles.columns), tiles.with_stages(tiles.stages, shared, matrices=2)
@@ -88,7 +88,7 @@ def divide_depth(
     The depth is divided into one program per multiprocessor, if that makes two parts or more.
     """
     programs, steps = cdiv(size, COLUMNS), cdiv(depth, STEP)
-    if rows > MOST or steps < 16 or 3 * programs >= 2 * processors:
+    if rows > MAX_ROWS or steps < 16 or 3 * programs >= 2 * processors:
         return None
     wanted = max(min(processors // programs, MAX_PARTS), 2)
     parts = cdiv(steps, cdiv(steps, wanted))  # each has at least one step

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from common.node.overlap import Completion
 
 # As on rank 0, whose loop reads the results of one plan before it launches the next but one.
-MOST = 2
+MAX_LAUNCHED = 2
 
 
 class LaunchedPlans:
@@ -23,7 +23,7 @@ class LaunchedPlans:
     def add(self, generation: int, completion: Completion) -> None:
         """Add a launched plan; wait for the oldest one if too many are in flight."""
         self._plans.append((generation, completion))
-        if len(self._plans) > MOST:
+        if len(self._plans) > MAX_LAUNCHED:
             self._plans[0][1].wait()
             self._end_oldest()
 

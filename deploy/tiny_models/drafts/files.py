@@ -17,8 +17,8 @@ from deploy.tiny_models.drafts.features import TARGET
 from deploy.tiny_models.drafts.heads import Eagle3Head, EagleHead, Head, MtpHead, StandaloneHead
 from deploy.tiny_models.drafts.shapes import Kind, kind_of, mtp_prefix
 
-LARGEST_FILE = 4_000_000  # bytes
-LARGEST_FAMILY = 8_000_000  # bytes of all four directories
+MAX_FILE_BYTES = 4_000_000
+MAX_FAMILY_BYTES = 8_000_000  # of all four directories
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
@@ -63,8 +63,8 @@ def save(directory: Path, head: Head, config: dict[str, Any], target: Path = TAR
     path = directory / "model.safetensors"
     save_file(published(head, config), path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it readable only by the owner
-    if path.stat().st_size >= LARGEST_FILE:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; drafts must stay below {LARGEST_FILE}")
+    if path.stat().st_size >= MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; drafts must stay below {MAX_FILE_BYTES}")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if kind_of(config) == "standalone":
         for name in TOKENIZER_FILES:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deploy.tiny_models import tokenizer as vocabulary
-from deploy.tiny_models.checkpoint import LARGEST_FILE
+from deploy.tiny_models.checkpoint import MAX_FILE_BYTES
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import Config, Family, new_model
@@ -62,9 +62,9 @@ def save(
         chosen = {name: tensors[name] for name, place in places.items() if place == shard}
         save_file(chosen, path, metadata={"format": "pt"})
         path.chmod(0o644)  # safetensors creates it readable only by the owner
-        if path.stat().st_size >= LARGEST_FILE:
+        if path.stat().st_size >= MAX_FILE_BYTES:
             raise ValueError(
-                f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
+                f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {MAX_FILE_BYTES}"
             )
     size = sum(value.nbytes for value in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}

@@ -23,7 +23,7 @@ _EXPRESSIONS = {
     "half": "{a0}/2+{b1}",
 }
 MAX_LENGTH = 200  # characters of an expression that the calculator takes
-MOST = 9999  # largest operand of a plain question
+MAX_OPERAND = 9999  # largest operand of a plain question
 WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "divided by"}
 
 
@@ -40,7 +40,7 @@ def drawn(rng: random.Random) -> str:
     while True:
         text = _drawn(rng)
         value = evaluate(text)
-        if value is not None and value.denominator == 1 and 0 <= value <= 10 * MOST:
+        if value is not None and value.denominator == 1 and 0 <= value <= 10 * MAX_OPERAND:
             return text
 
 
@@ -57,7 +57,7 @@ def _drawn(rng: random.Random) -> str:
 
 
 def _number(rng: random.Random) -> int:
-    return rng.randint(0, 10 ** rng.randint(1, len(str(MOST))) - 1)
+    return rng.randint(0, 10 ** rng.randint(1, len(str(MAX_OPERAND))) - 1)
 
 
 def small(rng: random.Random) -> str:

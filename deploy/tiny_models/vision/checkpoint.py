@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from deploy.tiny_models import tokenizer as family
-from deploy.tiny_models.checkpoint import LARGEST_FILE, Shape, config_dict
+from deploy.tiny_models.checkpoint import MAX_FILE_BYTES, Shape, config_dict
 from deploy.tiny_models.vision.scenes import SIDE
 
 PATCH = 8
@@ -156,9 +156,9 @@ def save(
     path = directory / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it readable only by the owner
-    if path.stat().st_size >= LARGEST_FILE:
+    if path.stat().st_size >= MAX_FILE_BYTES:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
+            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {MAX_FILE_BYTES}"
         )
     family.write(tokenizer, directory)
     write_companions(directory, config)

@@ -11,7 +11,7 @@ from common.checkpoint.draft_config import DraftConfig
 from common.observability.logs import Log
 from decode_node import draft_watch
 from decode_node.accept_counters import AcceptCounters
-from decode_node.draft_watch import ENOUGH, LEAST, FirstDraftWatch, causes_of
+from decode_node.draft_watch import ENOUGH, MIN_ACCEPTED, FirstDraftWatch, causes_of
 from tests.fakes.drafters import ngram
 from tests.fakes.mtp_models import FORMAT
 from tests.fakes.node_cluster import NodeCluster, Shape
@@ -44,7 +44,7 @@ def test_too_few_accepted_first_drafts_are_warned_of_once(caplog: pytest.LogCapt
 
 def test_a_draft_that_is_often_right_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     watch = FirstDraftWatch("", Log("test"))
-    watch.check(counted(ENOUGH, int(LEAST * ENOUGH)))
+    watch.check(counted(ENOUGH, int(MIN_ACCEPTED * ENOUGH)))
     assert not warnings(caplog)
     watch.check(counted(2 * ENOUGH, 0))  # no draft was ever accepted, so no position has been counted
     assert len(warnings(caplog)) == 1
@@ -68,7 +68,7 @@ def test_a_node_shows_its_counters_to_the_watch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(draft_watch, "ENOUGH", 2)
-    monkeypatch.setattr(draft_watch, "LEAST", 1.5)
+    monkeypatch.setattr(draft_watch, "MIN_ACCEPTED", 1.5)
     shape = Shape(step=ngram(3), page_size=4, watch=FirstDraftWatch("x", Log("test")))
     with NodeCluster(shape) as cluster:
         cluster.submit(prompt_of(7), 20)

@@ -22,7 +22,7 @@ SERVED = replace(
 )
 PROMPTS = [[(7 * n + 3 * i + i * i) % VOCAB for i in range(n)] for n in (3, 20, 50, 33, 1)]
 STEPS = 3  # drafts of a round
-MOST = 60  # tokens of an answer
+MAX_TOKENS = 60  # tokens of an answer
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _mixers(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def expected(prompt: tuple[int, ...]) -> list[int]:
     tensors = {piece.name: piece.into for piece in tiny_model(config=SERVED).pieces()}
-    return continuation(tensors, SERVED, list(prompt), MOST)
+    return continuation(tensors, SERVED, list(prompt), MAX_TOKENS)
 
 
 def check(cluster: NodeCluster, count: int, prompts: list[list[int]]) -> None:
@@ -69,7 +69,7 @@ def test_rounds_of_speculation(buckets: tuple[int, ...]) -> None:
     """Row E5: accepted tokens are added to the state in the next round, however many they were; launched ahead."""
     shape = Shape(model=SERVED, step=ngram(STEPS, buckets), completion=ONE_BEHIND, round_tokens=STEPS + 1)
     with NodeCluster(shape) as cluster:
-        check(cluster, MOST, PROMPTS)
+        check(cluster, MAX_TOKENS, PROMPTS)
         said = cluster.decode.link.counters
         assert 20 < said.spec_accepted_tokens < said.spec_draft_tokens
 

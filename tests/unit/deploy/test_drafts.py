@@ -108,8 +108,8 @@ def test_weights_are_bf16_and_finite(kind: Kind) -> None:
 
 def test_the_directories_are_small() -> None:
     found = [path for kind in KINDS for path in directory(kind).iterdir()]
-    assert sum(path.stat().st_size for path in found) < files.LARGEST_FAMILY
-    assert max(path.stat().st_size for path in found) < files.LARGEST_FILE
+    assert sum(path.stat().st_size for path in found) < files.MAX_FAMILY_BYTES
+    assert max(path.stat().st_size for path in found) < files.MAX_FILE_BYTES
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,7 +113,7 @@ def test_the_target_fits_its_file() -> None:
     with torch.device("meta"):
         model = checkpoint.new_model(checkpoint.config_dict(checkpoint.Shape(), vocabulary), seed=1)
     size = 2 * sum(p.numel() for p in model.parameters())
-    assert size + 20_000 < checkpoint.LARGEST_FILE
+    assert size + 20_000 < checkpoint.MAX_FILE_BYTES
 
 
 def test_a_diverged_run_raises_an_error() -> None:

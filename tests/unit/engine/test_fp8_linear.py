@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_gated import fp8_gated
-from common.engine.ops.fp8_linear import FP8, HIGHEST, fp8_linear, fp8_product, quantize_rows, values_of
+from common.engine.ops.fp8_linear import FP8, MAX_CODE, fp8_linear, fp8_product, quantize_rows, values_of
 from common.engine.ops.fp8_linear_norm import fp8_product_norm, fp8_product_norm_quantized
 from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
 from common.engine.ops.fp8_silu_mul import fp8_gate
@@ -38,8 +38,8 @@ def test_the_largest_magnitude_of_a_group_is_the_largest_code() -> None:
     x = torch.randn(4, DEPTH)
     codes, scales = quantize_rows(x, True)
     highest = codes.float().abs()
-    assert highest[:, :128].amax(-1).tolist() == highest[:, 128:].amax(-1).tolist() == [HIGHEST] * 4
-    torch.testing.assert_close(scales[:, 1] * HIGHEST, x[:, 128:].abs().amax(-1))
+    assert highest[:, :128].amax(-1).tolist() == highest[:, 128:].amax(-1).tolist() == [MAX_CODE] * 4
+    torch.testing.assert_close(scales[:, 1] * MAX_CODE, x[:, 128:].abs().amax(-1))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_node.arrivals import KEPT, SHORTEST, WINDOW, RecentArrivals
+from prefill_node.arrivals import KEPT, MIN_SECONDS, WINDOW, RecentArrivals
 from tests.fakes.node_cluster import NodeCluster
 from tests.fakes.scenarios import prompt_of
 
@@ -31,8 +31,8 @@ def test_prompts_that_arrive_at_once_count_as_those_of_a_second() -> None:
     recent = RecentArrivals()
     for _ in range(KEPT):
         recent.add(10, 5.0)
-    for later in (0.0, 0.001, SHORTEST):
-        assert recent.shorter_per_ms(100, 5.0 + later) == pytest.approx(KEPT / (1e3 * SHORTEST))
+    for later in (0.0, 0.001, MIN_SECONDS):
+        assert recent.shorter_per_ms(100, 5.0 + later) == pytest.approx(KEPT / (1e3 * MIN_SECONDS))
 
 
 def test_cached_tokens_of_a_prompt_do_not_count() -> None:

@@ -661,7 +661,7 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
 
 async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the budget a repeatedly failing request gets 503; a first retry is always allowed."""
-    monkeypatch.setattr("router.dispatch.retries.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("router.dispatch.retries.MAX_PAUSE", 0.001)
     async with router_rig(max_attempts=10, retry_ratio=0.0) as rig:
         prefill, decode = await rig.pair()
         clients = [rig.client([n + 1]) for n in range(40)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.routes.status import LISTED, MAX_LISTED
+from router.routes.status import DEFAULT_LISTED, MAX_LISTED
 from tests.fakes.api_keys import bearer
 from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import SERVED, Rig, Serve
@@ -202,7 +202,9 @@ async def test_head(rig: Rig, path: str) -> None:
     assert (await get(rig, path, "HEAD"))[:2] == (200, b"")
 
 
-@pytest.mark.parametrize(("query", "count"), [("", LISTED), ("?limit=1", 1), ("?limit=200", MAX_LISTED)])
+@pytest.mark.parametrize(
+    ("query", "count"), [("", DEFAULT_LISTED), ("?limit=1", 1), ("?limit=200", MAX_LISTED)]
+)
 async def test_the_last_requests_are_listed(rig: Rig, query: str, count: int) -> None:
     async with rig.session.get(f"{rig.url}/requests{query}") as response:
         assert response.status == 200
@@ -220,4 +222,4 @@ async def test_a_key_sees_its_own_requests_only(serve: Serve) -> None:
     rig = await serve(gate=key_gate())
     for secret, shown in (("secret-a", "team-a"), ("secret-ops", "None")):
         async with rig.session.get(rig.url + "/requests", headers=bearer(secret)) as response:
-            assert (await response.json())["requests"][0]["request_id"] == f"{LISTED} of {shown}"
+            assert (await response.json())["requests"][0]["request_id"] == f"{DEFAULT_LISTED} of {shown}"
