@@ -13,7 +13,6 @@ import zmq
 
 from common.errors import (
     CacheDamaged,
-    DeadlineExceeded,
     Moved,
     NodeLost,
     Overloaded,
@@ -264,10 +263,9 @@ class PrefillNode:
         return len(found)
 
     def sweep(self, now: float) -> None:
+        """End the requests whose images are late. Deadlines of requests are `_sender`'s, which reports them as lost."""
         for request in self.queues.live():
-            if now > request.deadline:
-                self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
-            elif now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
+            if now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
                 self._end(request, TransferFailed.code, "its images did not reach the prefill node")
 
     # -- moving between queues ---------------------------------------------------------------------------------

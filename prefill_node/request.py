@@ -35,7 +35,6 @@ class PrefillRequest:
     sampling: SamplingParams
     decode: str  # incarnation of the decode node
     received: float  # monotonic seconds
-    deadline: float  # monotonic seconds
     router: ToRouter = NO_ROUTER  # which sent it and gets its first token
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     waited: float = 0.0  # seconds before `received`, in the queues of nodes that gave it back
@@ -83,7 +82,6 @@ class PrefillRequest:
             decode=message.decode,
             received=now,
             waited=message.waited_ms / 1000,
-            deadline=now + message.deadline_ms / 1000,
             router=router,
             images=message.images,
             salt=message.salt,

@@ -116,7 +116,7 @@ class ClusterEngine:
     def answer(self, prompt: Sequence[int], output: int) -> Times:
         """Compute `prompt` in one forward and draw `output` tokens."""
         sampling = SamplingParams(max_tokens=output, temperature=0.0)
-        request = PrefillRequest(0, "bench", as_keys(list(prompt)), 0, sampling, "bench", 0.0, 0.0)
+        request = PrefillRequest(0, "bench", as_keys(list(prompt)), 0, sampling, "bench", 0.0)
         steps, page_size = self._steps.steps, self._space.page_size
         extra = 2 * steps.rules.tokens_of(steps.rules.widths.choose(1)) + steps.rules.extra_slots
         request.lease = self._space.lease(

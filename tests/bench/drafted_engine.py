@@ -145,7 +145,7 @@ class Engine:
         greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         prefills, started = [], []
         for prompt in prompts:
-            prefill = PrefillRequest(0, "bench", as_keys(prompt), 0, greedy, "bench", 0.0, 0.0)
+            prefill = PrefillRequest(0, "bench", as_keys(prompt), 0, greedy, "bench", 0.0)
             pages = self.space.pages_for(len(prompt) + max_tokens + self._extra)
             prefill.lease = self.space.lease(prefill.keys, pages, 0)
             assert prefill.lease is not None, "the pool is too small for this batch"

@@ -198,7 +198,7 @@ class PrefillSteps:
         clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
             keys = self._rng.integers(*self._ids, tokens).astype(np.int64)
-            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0, images=images())
+            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, images=images())
             request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
             assert request.lease is not None
             started = time.perf_counter()

@@ -93,7 +93,6 @@ def prompt(room: int, tokens: int, at: float) -> PrefillRequest:
         sampling=SamplingParams(max_tokens=1),
         decode="d",
         received=at,
-        deadline=1e9,
     )
 
 

@@ -153,7 +153,7 @@ class Node:
     def serve(self, keys: Keys, keep: bool = True) -> Served:
         """Serve a prompt. `keep`: its prefix is stored in host memory."""
         started = time.perf_counter()
-        request = PrefillRequest(self._generation, "", keys, 0, GREEDY, "", 0.0, 0.0)
+        request = PrefillRequest(self._generation, "", keys, 0, GREEDY, "", 0.0)
         until = started + PATIENCE
         while request.lease is None:
             request.lease = self.space.lease(keys, self.space.pages_for(len(keys)), len(keys) - 1)
@@ -264,7 +264,7 @@ def copy_ms(node: Node, text: Keys) -> float:
     store, tier = node.host.copies, node.host.tier
     assert isinstance(store, HostStore)
     for each in range(3):
-        request = PrefillRequest(each, "", text, 0, GREEDY, "", 0.0, 0.0)
+        request = PrefillRequest(each, "", text, 0, GREEDY, "", 0.0)
         node.space.flush()
         request.lease = node.space.lease(text, node.space.pages_for(len(text)), 0)
         assert request.lease is not None

@@ -77,7 +77,7 @@ class Prompts:
 
     def request(self, tokens: int) -> PrefillRequest:
         """Return a prompt that has its pages."""
-        request = PrefillRequest(0, "", np.empty(tokens, dtype=np.int64), 0, GREEDY, "", 0.0, 0.0)
+        request = PrefillRequest(0, "", np.empty(tokens, dtype=np.int64), 0, GREEDY, "", 0.0)
         assert self.admit(request)
         return request
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,16 @@ from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from common.messages.identity import NodeRef
+from common.observability import bounded_log
+from common.observability.bounded_log import FIRST, BoundedLog
+from common.observability.logs import Log
 from decode_node import peers as module
 from decode_node.batch_rows import BatchRows
 from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.inbound import Dial
+from tests.fakes.clock import Clock
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.waiting import until
@@ -164,6 +169,43 @@ def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_p
         connections.close()
         liar.close()
         honest.close()
+        context.term()
+
+
+class WarningLines(Log):
+    """Keeps the event of each warning and, of summaries, how many lines it stands for."""
+
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.kept: list[tuple[str, object]] = []
+
+    def warning(self, event: str, **fields: object) -> None:
+        self.kept.append((event, fields.get("count")))
+
+
+def test_the_end_of_a_flood_of_bad_frames_is_logged_although_nothing_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, log = Clock(), WarningLines()
+    monkeypatch.setattr(module, "Log", lambda component: log)
+    monkeypatch.setattr(module, "BoundedLog", partial(BoundedLog, clock=clock))
+    context = zmq.Context[zmq.Socket[bytes]]()
+    receiver = FakeReceiver()
+    connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]
+    liar = RouterSocket(context, f"ipc://{tmp_path}/liar.sock")
+    try:
+        connections.ensure(ref(1, liar.address))
+        route = until(lambda: connections.pump() or liar.drain())[0][0]
+        for _ in range(FIRST + 3):
+            assert liar.send(route, b"garbage")
+        until(lambda: connections.pump() or receiver.counters.malformed == FIRST + 3)
+        assert log.kept == [("refused a frame", None)] * FIRST
+        clock.now += bounded_log.WINDOW
+        connections.pump()
+        assert log.kept[FIRST:] == [("refused a frame: not logged individually", 3)]
+    finally:
+        connections.close()
+        liar.close()
         context.term()
 
 

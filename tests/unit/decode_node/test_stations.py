@@ -53,6 +53,9 @@ def _never(n: int) -> Fault:
 
 STATIONS = {
     "prompt waits for pages": _Station("prefill", _in("prefill", "waiting"), before=5),
+    "prompt waits for pages, no reservation": _Station(
+        "prefill", _in("prefill", "waiting"), legs="p", before=5
+    ),
     "reservation waits for pages": _Station("decode", _in("decode", "waiting"), before=4),
     "reserved, no prompt": _Station("decode", _in("decode", "transferring"), legs="d"),
     "prompt, no reservation": _Station("prefill", _in("prefill", "handing_over"), legs="p"),
@@ -85,7 +88,7 @@ def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion:
     shape = Shape(
         page_size=4,
         chunk_tokens=8,
-        prefill_pool=128 if name == "prompt waits for pages" else 1024,
+        prefill_pool=128 if name.startswith("prompt waits for pages") else 1024,
         decode_pool=160 if name != "retracted" else 96,
         reserved_tokens=4,
         max_running=2,
@@ -138,7 +141,7 @@ def test_a_node_that_drops_its_router_reports_its_requests_as_failed() -> None:
 def _company(cluster: NodeCluster, name: str, station: _Station) -> list[Call]:
     """Submit requests that block others, so that the one under test stays at its station."""
     forever = 1e12
-    if name == "prompt waits for pages":
+    if name.startswith("prompt waits for pages"):
         return [cluster.submit(prompt_of(26, n), 3, deadline=forever) for n in range(station.before)]
     if name == "reservation waits for pages":
         return [cluster.submit(prompt_of(LONG, n), 20, deadline=forever) for n in range(station.before)]

@@ -24,7 +24,7 @@ def curve() -> CostCurve:
 
 def request(room: int, tokens: int, images: tuple[ImageSpan, ...] = ()) -> PrefillRequest:
     params = SamplingParams(max_tokens=1)
-    return PrefillRequest(room, "r", np.arange(tokens), 0, params, "d", 0.0, 9.0, images=images)
+    return PrefillRequest(room, "r", np.arange(tokens), 0, params, "d", 0.0, images=images)
 
 
 def test_a_curve_that_was_measured_learns_from_forwards() -> None:

@@ -58,7 +58,7 @@ class Rig:
     ) -> PrefillRequest:
         keys = np.arange(10 * room, 10 * room + tokens)
         params = SamplingParams(max_tokens=3, **sampling)
-        request = PrefillRequest(room, f"r{room}", keys, 1, params, "d", 0.0, 9.0, images=images)
+        request = PrefillRequest(room, f"r{room}", keys, 1, params, "d", 0.0, images=images)
         request.lease = self.space.lease(keys, self.space.pages_for(tokens), 0)
         request.keyed = tokens
         self.queues.computing[room] = request
@@ -105,6 +105,12 @@ def test_a_text_without_adjustments_stays_at_home() -> None:
     assert plan.chunks[0].draw is not None
     assert plan.chunks[0].draw.text == b""
     assert prompt_plan([Chunk(rig.request(2, 6), 0, 5)], PAGE, PromptRules(), 1).sampling is None
+
+
+@pytest.mark.parametrize(("first", "rows"), [(None, 0), (0, 5), (3, 5), (5, 3), (7, 1), (8, 0), (9, 0)])
+def test_hidden_states_are_read_from_the_first_position_that_is_wanted(first: int | None, rows: int) -> None:
+    request = Rig().request(1, 12, hidden_states_from=first)
+    assert prompt_plan([Chunk(request, 3, 5)], PAGE, PromptRules(), 1).chunks[0].states == rows
 
 
 def test_forwards_are_shorter_while_a_bound_holds() -> None:
@@ -289,7 +295,7 @@ def test_prompts_that_wait_for_room_decide_how_many_share_a_forward() -> None:
         rig.request(room, 4)
     for room in range(3, 12):
         params = SamplingParams(max_tokens=3)
-        rig.queues.wait(PrefillRequest(room, f"r{room}", np.arange(4), 1, params, "d", 0.0, 9.0))
+        rig.queues.wait(PrefillRequest(room, f"r{room}", np.arange(4), 1, params, "d", 0.0))
     plan = rig.turn()
     assert plan is not None
     assert [chunk.key for chunk in plan.chunks] == [1, 2]

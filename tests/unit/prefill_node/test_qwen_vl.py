@@ -92,7 +92,7 @@ class Rig:
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
         room, spans = next(self.rooms), tuple(image.span for image in images)
         self.images.add(room, images)
-        request = PrefillRequest(room, "", as_keys(ids), 0, greedy, "", 0.0, 0.0, images=spans)
+        request = PrefillRequest(room, "", as_keys(ids), 0, greedy, "", 0.0, images=spans)
         keys = self.space.keys(request.contents)
         request.lease = self.space.lease(keys, -(-(len(ids) + 8) // PAGE), max_cached_tokens=len(ids) - 1)
         assert request.lease is not None

@@ -25,7 +25,6 @@ def request(tokens: int, sampling: SamplingParams | None = None, cached: int = 0
         sampling=sampling or SamplingParams(max_tokens=5),
         decode="d",
         received=10.0,
-        deadline=99.0,
         keyed=tokens,
     )
     space = PageSpace(PAGE, 64, RadixCache(PAGE))

@@ -36,7 +36,6 @@ def request(
         sampling=SamplingParams(max_tokens=1),
         decode="d",
         received=received,
-        deadline=1.0,
         scheduled=scheduled,
         ended=ended,
     )

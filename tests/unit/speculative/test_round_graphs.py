@@ -23,6 +23,7 @@ from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
+from tests.fakes.tiny_model import VOCAB
 from tests.unit.engine.graphs.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
 
@@ -235,6 +236,21 @@ def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
         if chosen:
             expect_same(seen, other.round(chosen))
         expect_same_rows(idle, other)
+
+
+@pytest.mark.parametrize("name", ["standalone", "eagle3", "eagle3-tree", "mtp"])
+def test_any_token_can_be_forced(name: str) -> None:
+    """A grammar may force every token of the vocabulary, the first one too; -1 forces nothing."""
+    forcing = rig(KINDS[name], "tape", (2,), ALL_GREEDY)
+    call = forcing.call([0, 1])
+    forced = torch.full((2, forcing.drafter.nodes - 1), -1)
+    forcing.drafter.propose(call)
+    free = forcing.drafter.trees(call)[0].clone()
+    forced[0, :3] = torch.tensor([0, VOCAB - 1, 0])
+    forcing.drafter.propose(replace(call, forced=forced))
+    tokens, parents = forcing.drafter.trees(call)
+    assert (tokens[0, :3].tolist(), parents[0, :3].tolist()) == ([0, VOCAB - 1, 0], [0, 1, 2])
+    assert torch.equal(tokens[1], free[1])
 
 
 @pytest.mark.parametrize(
