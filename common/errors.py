@@ -206,14 +206,14 @@ class RateLimited(RequestError):
 
 
 class Overloaded(RequestError):
-    """A bounded queue is full; there may be room `retry_after` seconds from now."""
+    """A bounded queue is full; there may be room `retry_after` seconds from now, which is kept within 1 to 60."""
 
     status = 503
     code = "overloaded"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
         super().__init__(message, param=param)
-        self.retry_after = retry_after
+        self.retry_after = min(max(retry_after, 1.0), 60.0)
 
 
 class Unavailable(RequestError):

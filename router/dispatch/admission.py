@@ -22,7 +22,6 @@ from router.nodes.registry import Node
 LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
 REPORTED_SECONDS = 1.0  # a request appears in the load report of its node within this time
 RATE_SECONDS = 10.0  # window over which the service rate is measured
-MAX_RETRY_AFTER = 60.0  # upper bound of Retry-After, in seconds
 
 
 class Room(NamedTuple):
@@ -313,7 +312,4 @@ class Admission:
 
 
 def _overloaded(seconds: float) -> Overloaded:
-    return Overloaded(
-        "the cluster is overloaded; try again later",
-        retry_after=min(max(seconds, 1.0), MAX_RETRY_AFTER),
-    )
+    return Overloaded("the cluster is overloaded; try again later", retry_after=seconds)

@@ -33,7 +33,6 @@ from router.nodes.sieve import Sieve
 NOTHING: frozenset[str] = frozenset()
 MANY = 16  # nodes of a role that are all compared while some are to be avoided or take less
 FEW = 2  # nodes that are compared without looking for better ones
-MAX_RETRY_AFTER = 60.0  # upper bound of Retry-After, in seconds
 POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
 
 
@@ -175,10 +174,7 @@ class Placer:
             # As a rule the first node or one of the next is not busy.
             waits = list(takewhile(bool, self._busy_seconds(role, nodes, prompt)))
             if waits and len(waits) == len(nodes):
-                raise Overloaded(
-                    f"all {role} nodes are busy; try again later",
-                    retry_after=min(max(min(waits), 1.0), MAX_RETRY_AFTER),
-                )
+                raise Overloaded(f"all {role} nodes are busy; try again later", retry_after=min(waits))
 
     def spared(
         self, pair: tuple[Node, Node], avoid: Collection[str], prompt: PlacedPrompt
