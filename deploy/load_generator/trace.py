@@ -6,7 +6,7 @@ traces are in https://github.com/kvcache-ai/Mooncake, folder FAST25-release.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,6 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(TraceRequest)
-_encoder = msgspec.json.Encoder()
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
@@ -44,12 +43,6 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
                 yield request
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
-
-
-def trace_lines(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
-    """Yield the lines of a trace file, each with its line feed."""
-    for request in requests:
-        yield _encoder.encode(request) + b"\n"
 
 
 def _parse(line: bytes, place: str) -> TraceRequest:

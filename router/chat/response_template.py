@@ -19,7 +19,6 @@ from common.errors import ModelError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names that templates give the field
 CALLS = "tool_calls"
-CONTENT = "content"
 MAX_HELD = 1024  # characters that may be held back as the beginning of a marker
 SEARCH_SECONDS = 0.2  # for one search of a pattern that comes with a checkpoint
 # a first character that stands for itself and is not optional

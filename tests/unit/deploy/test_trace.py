@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format: what is read, what is refused, and the way back to lines."""
+"""Traces in Mooncake's format: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from deploy.load_generator.trace import TraceRequest, read_trace, trace_lines
+from deploy.load_generator.trace import TraceRequest, read_trace
 
 # The first lines of the published conversation trace, with shorter prompts.
 LINES = (
@@ -27,13 +27,6 @@ def test_requests_are_read_in_order(tmp_path: Path) -> None:
     first, second = read_trace(trace(tmp_path, LINES + "\n"))
     assert first == TraceRequest(timestamp=0, input_length=1100, output_length=500, hash_ids=(0, 1, 2))
     assert second == TraceRequest(timestamp=3052, input_length=512, output_length=26, hash_ids=(0,))
-
-
-def test_lines_are_read_back(tmp_path: Path) -> None:
-    path = trace(tmp_path, LINES)
-    requests = list(read_trace(path))
-    path.write_bytes(b"".join(trace_lines(requests)))
-    assert list(read_trace(path)) == requests
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_block_is_some_whole_pages(page_size: int, block: int) -> None:
     ours = device(page_size)
     layout = host_layout(ours, 8 * MIB, page_size)
     assert layout.block_tokens == block >= BLOCK_TOKENS
-    assert layout.block_bytes == block * ours.page_bytes // page_size
+    assert layout.block_pages * layout.planes.page_bytes == block * ours.page_bytes // page_size
     assert layout.slots == 0
     check(layout, 8 * MIB, ours)
 
