@@ -34,8 +34,8 @@ class _StaticFile:
 class PageRoutes:
     """The handlers. All files are read once; requests name them, not paths of the file system."""
 
-    def __init__(self, folder: Path = STATIC) -> None:
-        self._files = {path.name: _read(path) for path in sorted(folder.iterdir())}
+    def __init__(self) -> None:
+        self._files = {path.name: _read(path) for path in sorted(STATIC.iterdir())}
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/", self.index)

@@ -15,9 +15,9 @@ from deploy.tiny_models.language_model import LanguageModel
 TARGET = Path(__file__).parent.parent / "tiny-target"
 
 
-def load_target(directory: Path = TARGET) -> LlamaForCausalLM:
+def load_target() -> LlamaForCausalLM:
     """Load the target, frozen: its bf16 weights in fp32."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     model.requires_grad_(False)
     model.train(False)
     return model
