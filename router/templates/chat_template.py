@@ -13,9 +13,10 @@ import jinja2
 from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.tokenizer_config import named_tokens, read_tokenizer_config
 from common.errors import InvalidRequest, ModelError
-from router.requests.openai_schema import Message, image_parts
-from router.templates.content_form import Content, ContentForms, text_part
-from router.templates.message_calls import template_calls
+from router.requests.openai_schema import Message
+from router.templates.call_form import probe_tool
+from router.templates.content_form import ContentForms
+from router.templates.plain_messages import plain_messages, refuse_lost
 from router.templates.prompt_end import PromptEnd, render_open
 from router.templates.sandbox import TemplateSandbox
 
@@ -60,30 +61,41 @@ class ChatTemplate:
             variables: what clients set; the messages, the tools and special tokens take precedence.
 
         Raises:
-            InvalidRequest: the template refuses the messages; its param is "messages".
+            InvalidRequest: the template refuses the messages, or would leave one out without a word.
         """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template",
                 param="messages",
             )
-        plain = [self._plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        forms = self._tool_forms if tools else self._forms
+        plain = plain_messages(messages, forms)
         try:
             given = {**variables, "tools": tools or None}
             if end is PromptEnd.OPEN_MESSAGE:
-                return render_open(
+                if messages[-1].tool_calls:
+                    raise ValueError("the last message has tool calls, so it cannot be continued")
+                text = render_open(
                     partial(self.render_plain, generation_prompt=False, variables=given), plain
                 )
-            return self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT, given)
+            else:
+                text = self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT, given)
         except Exception as error:  # a template can raise anything that Python can
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error
+        refuse_lost(messages, forms)
+        return text
 
     @cached_property
     def _forms(self) -> ContentForms:
         """The forms, probed at the first request: a text worker limits the time of rendering but not of loading."""
         return ContentForms(self.render_plain)
+
+    @cached_property
+    def _tool_forms(self) -> ContentForms:
+        """The forms of requests with tools, whose template may be another."""
+        return ContentForms(partial(self.render_plain, variables={"tools": [probe_tool()]}))
 
     def render_plain(
         self,
@@ -103,33 +115,3 @@ class ChatTemplate:
             "documents": None,
         }
         return self._sandbox.render(template, given, MAX_PROMPT_CHARACTERS)
-
-    def _plain(self, message: Message, where: str) -> dict[str, Any]:
-        """Convert a message to what the template expects: images as parts, text in the form of its role."""
-        role = self._forms.printed_role(message.role)
-        form = self._forms.of(role)
-        content: Content
-        if not isinstance(message.content, list):
-            content = form.of_text(message.content or "")
-        else:
-            images = list(image_parts([message]))  # raises for parts of other types
-            parts = [part for part in message.content if part.thought is None]
-            if images:
-                content = [
-                    {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
-                    for part in parts
-                ]
-            else:
-                content = form.of_parts([part.said or "" for part in parts])
-        plain: dict[str, Any] = {"role": role, "content": content}
-        if message.name is not None:
-            plain["name"] = message.name
-        if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            plain["tool_calls"] = template_calls(message.tool_calls, where)
-        reasoning = message.thoughts
-        if reasoning is not None:
-            # Templates use either name.
-            plain["reasoning_content"] = plain["reasoning"] = reasoning
-        return plain

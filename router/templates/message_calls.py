@@ -17,8 +17,8 @@ _object = msgspec.json.Decoder(dict[str, Any])
 def template_calls(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]]:
     """Convert the calls of one message. Raises InvalidRequest for arguments that are not a JSON object."""
     return [
-        {
-            "id": call.id,
+        ({} if call.id is None else {"id": call.id})
+        | {
             "type": "function",
             "function": {
                 "name": call.function.name,
