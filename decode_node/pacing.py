@@ -28,7 +28,7 @@ SLOWER = 12  # one launch in this many may take longer than expected
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
 PRECISE = 0.0004  # seconds between two reads of the count; times of marks between others are not taken
 MAX_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
-PATIENCE = 1.0  # seconds; the longest wait for a mark
+MARK_SECONDS = 1.0  # seconds; the longest wait for a mark
 
 
 class MarkCount(Protocol):
@@ -156,7 +156,7 @@ class Pacing:
     def due(self, step: PacedCompletion) -> bool:
         """Return whether the step after this one has to be launched now."""
         self.read_marks(step)
-        if self._early(step) and step.read_at - step.launched < PATIENCE:
+        if self._early(step) and step.read_at - step.launched < MARK_SECONDS:
             return False
         self._due_at = step.read_at
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
 
-PATIENCE = 5.0  # seconds; a process that ended is noticed, and an abort answered, well before
+MAX_SECONDS = 5.0  # seconds; a process that ended is noticed, and an abort answered, well before
 
 
 class QuarantineWait:
@@ -27,7 +27,7 @@ class QuarantineWait:
             self._since = None
         elif self._since is None:
             self._since = now
-        elif now - self._since > PATIENCE:
+        elif now - self._since > MAX_SECONDS:
             self._since = None
             return list(waits)
         return []

@@ -150,11 +150,11 @@ def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides 
         return
     with contextlib.suppress(ProcessLookupError):  # it has just exited
         os.kill(table.supervisor.pid, signal.SIGTERM)
-    patience = 2 * resolved.cluster.health.drain_timeout + 20
-    deadline = time.monotonic() + patience
+    timeout = 2 * resolved.cluster.health.drain_timeout + 20
+    deadline = time.monotonic() + timeout
     while table.supervisor.alive:
         if time.monotonic() > deadline:
-            _fail(f"the supervisor (pid {table.supervisor.pid}) did not stop within {patience:.0f} s")
+            _fail(f"the supervisor (pid {table.supervisor.pid}) did not stop within {timeout:.0f} s")
         time.sleep(0.05)
     say("stopped")
 

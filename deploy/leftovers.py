@@ -26,10 +26,10 @@ def end_leftovers(
     if alive:
         names = ", ".join(f"{name} (pid {each.pid})" for name, each in alive.items())
         report(f"a killed supervisor left {names} running: waiting up to {grace:.0f} s for them to drain")
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
+    for number, timeout in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
         for each in alive.values():
             each.send(number)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while alive and time.monotonic() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
             alive = {name: each for name, each in alive.items() if each.alive}

@@ -95,14 +95,14 @@ class RingWriter:
         self._number = 0
         self._taken = 0  # bytes that all readers had taken when the writer last looked
 
-    def send(self, frame: bytes | bytearray | memoryview, patience: float) -> None:
-        """Publish a frame of any size. Raises RankFailed if a reader makes no room for `patience` seconds.
+    def send(self, frame: bytes | bytearray | memoryview, timeout: float) -> None:
+        """Publish a frame of any size. Raises RankFailed if a reader makes no room for `timeout` seconds.
 
         Only time in which this process runs counts.
         """
         view = memoryview(frame)
         for start in range(0, max(len(view), 1), self._most):
-            self._put(view[start : start + self._most], start + self._most < len(view), patience)
+            self._put(view[start : start + self._most], start + self._most < len(view), timeout)
             for bell in self._ring.spec.bells:
                 os.eventfd_write(bell, 1)
 
@@ -111,18 +111,18 @@ class RingWriter:
         counters = self._ring.counters
         return counters[0] - counters[(1 + reader) * LINE]
 
-    def _put(self, part: memoryview, goes_on: bool, patience: float) -> None:
+    def _put(self, part: memoryview, goes_on: bool, timeout: float) -> None:
         counters, capacity = self._ring.counters, self._ring.spec.capacity
         taken = _padded(HEADER.size + len(part))
         head = counters[0]
-        self._wait_for_room(head + taken - capacity, patience)
+        self._wait_for_room(head + taken - capacity, timeout)
         number = 2 * self._number + goes_on
         _write(self._ring.data, head % capacity, HEADER.pack(len(part), _checksum(number, part), number))
         _write(self._ring.data, (head + HEADER.size) % capacity, part)
         self._number += 1
         counters[0] = head + taken
 
-    def _wait_for_room(self, oldest: int, patience: float) -> None:
+    def _wait_for_room(self, oldest: int, timeout: float) -> None:
         """Wait until all readers have taken the bytes before `oldest`."""
         if oldest <= self._taken:
             return
@@ -130,7 +130,7 @@ class RingWriter:
         while (slowest := self._slowest())[0] < oldest:
             now = monotonic()
             waited, looked = waited + min(now - looked, MAX_LOOK), now
-            if waited > patience:
+            if waited > timeout:
                 reader = slowest[1]
                 rank = self._ranks[reader]
                 raise RankFailed(

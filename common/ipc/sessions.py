@@ -96,10 +96,10 @@ class Sessions:
         self.urgent = False
         for peer in list(self._active):
             session = self._sessions[peer]
-            patience = FORGET_SECONDS if peer in self._vouched else STRANGER_SECONDS
+            limit = FORGET_SECONDS if peer in self._vouched else STRANGER_SECONDS
             for each in session.due(now):
                 if not self._send(peer, each):
-                    if now - session.heard_at > patience:
+                    if now - session.heard_at > limit:
                         self.forget(peer)
                     break
             if session.idle:

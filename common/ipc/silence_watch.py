@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_PATIENCE = 8  # factor of the bound for a peer that stays silent over new connections: its loop is busy
+MAX_FACTOR = 8  # factor of the bound for a peer that stays silent over new connections: its loop is busy
 
 
 class SilenceWatch:
@@ -10,12 +10,12 @@ class SilenceWatch:
 
     def __init__(self, seconds: float, now: float) -> None:
         self._seconds = seconds
-        self._patience = 1
+        self._factor = 1
         self._heard_at = now
         self._asked_at: float | None = None
 
     def heard(self, now: float) -> None:
-        self._heard_at, self._asked_at, self._patience = now, None, 1
+        self._heard_at, self._asked_at, self._factor = now, None, 1
 
     def asked(self, now: float) -> None:
         """Note that something was sent that the peer answers."""
@@ -33,8 +33,8 @@ class SilenceWatch:
 
     def too_long(self, now: float) -> bool:
         """Return True once per silence that exceeds the bound, which doubles while the peer stays silent."""
-        if self._asked_at is None or now - self._asked_at < self._seconds * self._patience:
+        if self._asked_at is None or now - self._asked_at < self._seconds * self._factor:
             return False
         self._asked_at = now
-        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        self._factor = min(2 * self._factor, MAX_FACTOR)
         return True

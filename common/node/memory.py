@@ -13,7 +13,7 @@ from common.engine.host_memory import GIB, host_memory
 from common.errors import ConfigError
 from common.node_plan import PoolBudget
 
-PATIENCE = 15.0
+RELEASE_SECONDS = 15.0
 WORKING_BYTES = 2 * GIB  # CUDA context, libraries, activations of one forward
 
 
@@ -108,7 +108,7 @@ def check_memory(
     """Raise ConfigError with the arithmetic if the plan does not fit.
 
     Memory of a killed decode node stays in use until prefill nodes release it, so a node that would fit on an empty
-    GPU waits PATIENCE seconds for it.
+    GPU waits RELEASE_SECONDS seconds for it.
 
     Args:
         beside: bytes that other nodes of the same cluster take of this GPU, whether or not they have started. Their
@@ -146,7 +146,7 @@ def check_host_pool(nbytes: int, bytes_per_token: int, key: str) -> None:
 def _wait_for_free(device: torch.device, needed: int, beside: int) -> tuple[int, int]:
     """Return (free, total) bytes of a GPU, once `needed` are free or waiting cannot help."""
     free, total = torch.cuda.mem_get_info(device)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + RELEASE_SECONDS
     while free < needed <= total - beside and time.monotonic() < until:
         time.sleep(0.25)
         free, total = torch.cuda.mem_get_info(device)

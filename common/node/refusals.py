@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from common.node.to_router import ToRouter
 
-PATIENCE = 10.0  # seconds that a refused node waits for the answers of other routers
+ANSWER_SECONDS = 10.0  # seconds that a refused node waits for the answers of other routers
 
 
 class Refusals:
@@ -37,4 +37,4 @@ class Refusals:
         if not self._refused:
             self._since = now
         self._refused.add(router)
-        return len(self._refused) >= routers or now - self._since > PATIENCE
+        return len(self._refused) >= routers or now - self._since > ANSWER_SECONDS

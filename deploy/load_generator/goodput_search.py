@@ -2,7 +2,7 @@
 
 Each probe is an open loop with the same seeds: a seed's arrivals at twice the rate are the same ones in half the time.
 Servers are probed in turns, seed by seed, each at its own rate. A run whose server does not keep up is ended early:
-see `SearchShape.patience`. A rate counts as kept if all seeds together keep the share.
+see `SearchShape.early_stop`. A rate counts as kept if all seeds together keep the share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deploy.load_generator.loads import Load, open_load
 from deploy.load_generator.measurement import MeasuredLoad, Measurement, Target, turns
 from deploy.load_generator.plan import PromptShape, closed_plan
 from deploy.load_generator.rate_search import Outcome, RateSearch, SearchBounds
-from deploy.load_generator.runs import CUT_OFF, Answered, Patience, Run, no_progress
+from deploy.load_generator.runs import CUT_OFF, Answered, EarlyStop, Run, no_progress
 from deploy.load_generator.summary import Limits
 
 # Seconds in which answers are awaited that have missed their limits already, for the percentiles.
@@ -33,7 +33,7 @@ class SearchShape:
     seconds: float  # arrivals of one seed
     prompts: PromptShape
 
-    def patience(self, rate: float, planned: int, share: float, limits: Limits) -> Patience:
+    def early_stop(self, rate: float, planned: int, share: float, limits: Limits) -> EarlyStop:
         """Return when a run of a probe with `planned` requests in all its seeds is ended.
 
         A server does not keep up if more requests are overdue than may miss their limits in the whole probe, and more
@@ -41,7 +41,7 @@ class SearchShape:
         """
         longest = limits.first + limits.gap * (self.prompts.output - 1)
         most = max(most_missed(planned, share), math.ceil(rate * longest))
-        return Patience(longest, most, longest + LATE_ANSWER_SECONDS)
+        return EarlyStop(longest, most, longest + LATE_ANSWER_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,10 @@ class GoodputSearch:
     def _load(self, rate: float) -> Load:
         return open_load(rate, self.shape.seconds, self.shape.prompts)
 
-    def _patience(self, rate: float) -> Patience:
+    def _early_stop(self, rate: float) -> EarlyStop:
         plan = self._load(rate).plan
         planned = sum(len(plan(seed)) for seed in self.measurement.seeds)
-        return self.shape.patience(rate, planned, self.bounds.share, self.measurement.limits)
+        return self.shape.early_stop(rate, planned, self.bounds.share, self.measurement.limits)
 
     async def _check_servers(self) -> None:
         """End the search for a server that fails a single request: the rate is not why."""
@@ -154,14 +154,14 @@ class GoodputSearch:
         stopped: set[str] = set()
         targets = [target for target in measurement.targets if target.label in rates]
         loads = {label: self._load(rate) for label, rate in rates.items()}
-        patiences = {label: self._patience(rate) for label, rate in rates.items()}
+        early_stops = {label: self._early_stop(rate) for label, rate in rates.items()}
         for target, seed in turns(targets, measurement.seeds):
             if target.label in stopped:
                 continue
-            load, patience = loads[target.label], patiences[target.label]
-            run = await measurement.run_seed(target, load, (number, seed), answered, patience)
+            load, early_stop = loads[target.label], early_stops[target.label]
+            run = await measurement.run_seed(target, load, (number, seed), answered, early_stop)
             runs[target.label][seed] = run
-            if run.unsent or run.outstanding > patience.most_overdue:
+            if run.unsent or run.outstanding > early_stop.max_overdue:
                 stopped.add(target.label)
                 await self._recover(target)
             elif _only_failures(run):

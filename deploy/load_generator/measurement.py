@@ -17,7 +17,7 @@ from deploy.load_generator.loads import Load
 from deploy.load_generator.plan import PlannedRequest, PromptShape, PromptTokens, closed_plan
 from deploy.load_generator.runs import (
     Answered,
-    Patience,
+    EarlyStop,
     Run,
     Server,
     closed_loop,
@@ -101,7 +101,7 @@ class Measurement:
         load: Load,
         run: tuple[int, int],
         answered: Answered = no_progress,
-        patience: Patience | None = None,
+        early_stop: EarlyStop | None = None,
     ) -> Run:
         """Run a load once. `run`: the number of the load, which determines its prompts, and the seed."""
         server = self._server(target, run)
@@ -109,7 +109,7 @@ class Measurement:
         with no_collections():
             if load.clients:
                 return await closed_loop(server, plan, load.clients, answered)
-            return await open_loop(server, plan, answered, patience)
+            return await open_loop(server, plan, answered, early_stop)
 
     async def warm_up(self, count: int, shape: PromptShape) -> None:
         """Send requests that do not count, one at a time, to each server; their failures do not count either."""

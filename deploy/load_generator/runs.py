@@ -42,7 +42,7 @@ class Run:
     requests: list[RequestTimes] = field(default_factory=list)
     seconds: float = 0.0  # from the start to the last answer
     loop_lags: list[float] = field(default_factory=list)  # seconds by which short sleeps ended late
-    # Requests that `Patience` cut off, which are in `requests` with an error, and those that it did not send.
+    # Requests that `EarlyStop` cut off, which are in `requests` with an error, and those that it did not send.
     outstanding: int = 0
     unsent: int = 0
 
@@ -73,12 +73,12 @@ def no_collections() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class EarlyStop:
     """Ends an open loop whose server does not keep up, so that it does not run until the last answer."""
 
     # A request that is unanswered this many seconds after its due time is overdue: it has missed a limit for certain.
     overdue: float
-    most_overdue: int  # with more of them at a time, nothing more is sent and nothing awaited
+    max_overdue: int  # with more of them at a time, nothing more is sent and nothing awaited
     drain: float  # seconds after the last arrival for which answers are awaited
 
 
@@ -86,20 +86,20 @@ async def open_loop(
     server: Server,
     plan: Sequence[PlannedRequest],
     answered: Answered = no_progress,
-    patience: Patience | None = None,
+    early_stop: EarlyStop | None = None,
 ) -> Run:
-    """Send each request when it is due, however many are unanswered, or until `patience` ends."""
+    """Send each request when it is due, however many are unanswered, or until `early_stop` ends the run."""
     run = Run()
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group, _Probe(run):
         lags: dict[asyncio.Task[RequestTimes], float] = {}
         unanswered: dict[asyncio.Task[RequestTimes], float] = {}
-        wait_for_answers = None if patience is None else patience.drain
+        wait_for_answers = None if early_stop is None else early_stop.drain
         for request in plan:
             body = server.body(request)
             due = start + request.due
             await asyncio.sleep(due - time.perf_counter())
-            if patience is not None and _does_not_keep_up(unanswered.values(), patience):
+            if early_stop is not None and _does_not_keep_up(unanswered.values(), early_stop):
                 wait_for_answers = 0.0
                 break
             task = group.create_task(_send(server, body, due, answered))
@@ -116,11 +116,11 @@ async def open_loop(
     return run
 
 
-def _does_not_keep_up(due_times: Iterable[float], patience: Patience) -> bool:
+def _does_not_keep_up(due_times: Iterable[float], early_stop: EarlyStop) -> bool:
     """Return whether too many of the unanswered requests are overdue. Their due times are in ascending order."""
-    latest = time.perf_counter() - patience.overdue
+    latest = time.perf_counter() - early_stop.overdue
     overdue = takewhile(lambda due: due < latest, due_times)
-    return sum(1 for _ in islice(overdue, patience.most_overdue + 1)) > patience.most_overdue
+    return sum(1 for _ in islice(overdue, early_stop.max_overdue + 1)) > early_stop.max_overdue
 
 
 async def _finish(tasks: Sequence[asyncio.Task[RequestTimes]], seconds: float | None) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-PATIENCE = 5.0  # seconds until a channel without room is an error
+SEND_SECONDS = 5.0  # seconds until a channel without room is an error
 
 
 class AnnounceWork(msgspec.Struct, frozen=True, tag=True):
@@ -19,8 +19,8 @@ class AnnounceWork(msgspec.Struct, frozen=True, tag=True):
 class FrameWriter(Protocol):
     """The end of a channel that sends to one reader or to several."""
 
-    def send(self, frame: bytes, patience: float, /) -> None:
-        """Send a frame to all readers. Raises a TandemError after `patience` seconds without room."""
+    def send(self, frame: bytes, timeout: float, /) -> None:
+        """Send a frame to all readers. Raises a TandemError after `timeout` seconds without room."""
         ...
 
 

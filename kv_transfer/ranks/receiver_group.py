@@ -14,7 +14,7 @@ from kv_transfer.counters import ReceiverCounters
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, LinkState
-from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
@@ -312,4 +312,4 @@ class ReceiverGroup:
         return found
 
     def _tell_ranks(self, command: msgspec.Struct) -> None:
-        self._commands.send(encode(command), PATIENCE)
+        self._commands.send(encode(command), SEND_SECONDS)

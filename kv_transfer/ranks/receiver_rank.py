@@ -13,7 +13,7 @@ from common.messages.identity import NodeRef, rank_incarnation
 from common.messages.wire import encode
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, ReceiverEvent, RoomFailed
-from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
     CloseRoom,
@@ -151,4 +151,4 @@ class ReceiverRank:
             self._say(RankRefused(event.incarnation, event.reason))
 
     def _say(self, report: msgspec.Struct) -> None:
-        self._reports.send(encode(report), PATIENCE)
+        self._reports.send(encode(report), SEND_SECONDS)

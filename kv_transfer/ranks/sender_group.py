@@ -15,7 +15,7 @@ from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLos
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import PeerTable
 from kv_transfer.outbound_room import GrantedSlots
-from kv_transfer.ranks.channel import PATIENCE, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import SEND_SECONDS, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
@@ -233,4 +233,4 @@ class SenderGroup:
             self._tell_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size))
 
     def _tell_ranks(self, command: msgspec.Struct) -> None:
-        self._commands.send(encode(command), PATIENCE)
+        self._commands.send(encode(command), SEND_SECONDS)

@@ -9,7 +9,7 @@ import msgspec
 from common.messages.wire import encode
 from kv_transfer.events import Delivered, SenderEvent, TransferLost
 from kv_transfer.handshake import fed_ranks
-from kv_transfer.ranks.channel import PATIENCE, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
     ExpectRoom,
@@ -146,4 +146,4 @@ class SenderRank:
             self._say(RankLost(event.room, event.code, event.reason))
 
     def _say(self, report: msgspec.Struct) -> None:
-        self._reports.send(encode(report), PATIENCE)
+        self._reports.send(encode(report), SEND_SECONDS)

@@ -219,17 +219,17 @@ class Admission:
         self._count(cost)
         return cost
 
-    async def enter(self, request: GenerationRequest, patience: float) -> int:
+    async def enter(self, request: GenerationRequest, timeout: float) -> int:
         """Wait for room, and admit the request as `let_in` does.
 
-        Raises Overloaded if it would wait, or has waited, longer than `patience` or the configured limit.
+        Raises Overloaded if it would wait, or has waited, longer than `timeout` or the configured limit.
         """
         cost = self.let_in(request)
         if cost is None:
             cost = len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
             now = self._clock()
             waiting = WaitingRequest(request.client, cost, now, request.weight, priority=request.priority)
-            await self._wait(waiting, min(patience, self._longest_wait))
+            await self._wait(waiting, min(timeout, self._longest_wait))
         return cost
 
     def leave(self, client: str, cost: int) -> None:
@@ -247,7 +247,7 @@ class Admission:
         while (head := self._queue.head()) is not None:
             self._open(head)
 
-    async def _wait(self, waiting: WaitingRequest, patience: float) -> None:
+    async def _wait(self, waiting: WaitingRequest, timeout: float) -> None:
         expected = self._expected_wait(waiting)
         if expected > self._longest_wait:
             raise _overloaded(expected)
@@ -258,7 +258,7 @@ class Admission:
         self._gates[waiting] = gate
         try:
             self._open_gates()
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await gate.opened.wait()
         except BaseException as error:
             # Admitted and cancelled at the same time.

@@ -62,14 +62,14 @@ class Isolation:
         self._size: dict[int, int] = {}  # crashes -> size of their groups, while some of them wait
         self._running: set[Trial] = set()
 
-    async def enter(self, crashes: int, patience: float) -> Trial:
-        """Wait for the turn of this request. After `patience` seconds it may run without isolation."""
+    async def enter(self, crashes: int, timeout: float) -> Trial:
+        """Wait for the turn of this request. After `timeout` seconds it may run without isolation."""
         waiter = _Waiter(crashes, asyncio.get_running_loop().create_future())
         self._waiting[waiter] = None
         self._count[crashes] += 1
         self._admit()
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 return await asyncio.shield(waiter.admitted)
         except BaseException as error:
             if waiter in self._waiting:

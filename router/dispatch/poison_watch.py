@@ -52,18 +52,18 @@ class PoisonWatch:
             if registry.get(incarnation) is not None:
                 self.suspects.returned(incarnation)
 
-    async def trial(self, flight: InFlight, patience: float) -> Trial:
+    async def trial(self, flight: InFlight, timeout: float) -> Trial:
         """Wait until the request may run: at once, unless it must be isolated from other suspects.
 
-        It waits for at most `patience` seconds; then it runs without isolation. Raises PoisonRequest or
+        It waits for at most `timeout` seconds; then it runs without isolation. Raises PoisonRequest or
         DeadlineExceeded.
         """
         self.check(flight)
         if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
             return NO_TRIAL
         left = flight.deadline - asyncio.get_running_loop().time()
-        trial = await self._isolation.enter(self.suspects.crashes(flight.suspect), min(patience, left))
-        if not trial.isolated and left <= patience:
+        trial = await self._isolation.enter(self.suspects.crashes(flight.suspect), min(timeout, left))
+        if not trial.isolated and left <= timeout:
             raise DeadlineExceeded("the request took longer than its timeout")
         return trial
 

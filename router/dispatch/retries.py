@@ -20,13 +20,13 @@ class Retries:
     def __init__(
         self,
         max_attempts: int,
-        patience: float,
+        timeout: float,
         deadline: float,
         draw: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """`patience`: seconds to wait for room in full queues. `deadline`: on the clock of `now`."""
+        """`timeout`: seconds to wait for room in full queues. `deadline`: on the clock of `now`."""
         self._max_attempts = max_attempts
-        self._patience = patience
+        self._timeout = timeout
         self._deadline = deadline
         self._draw = draw
         self._failures = 0
@@ -77,7 +77,7 @@ class Retries:
             return None
         if self._full_until == math.inf:
             self._full_pause = FULL_QUEUE_SECONDS
-            self._full_until = now + self._patience
+            self._full_until = now + self._timeout
         pause = self._full_pause * self._draw(0.5, 1.0)
         self._full_pause = min(2 * self._full_pause, MAX_PAUSE)
         return pause if now + pause <= self._full_until else None

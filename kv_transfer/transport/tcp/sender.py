@@ -126,13 +126,13 @@ class TcpPeer(PeerMemory):
                     os.close(self._wake)
 
     def _connect(self) -> socket.socket:
-        where, patience = (self._description.host, self._description.port), self._limits.handshake_timeout
-        sock = socket.create_connection(where, timeout=patience)
+        where, timeout = (self._description.host, self._description.port), self._limits.handshake_timeout
+        sock = socket.create_connection(where, timeout=timeout)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             challenge = b""
-            until = time.monotonic() + patience
+            until = time.monotonic() + timeout
             while len(challenge) < tcp_frames.CHALLENGE.size:
                 if time.monotonic() >= until or self._closing:
                     raise TimeoutError("the decode node sent no challenge in time")

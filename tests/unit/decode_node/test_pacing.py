@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from common.observability.logs import Log
-from decode_node.pacing import LAUNCHES, MAX_MISSING, PATIENCE, SLOWER, PacedCompletion, Pacing
+from decode_node.pacing import LAUNCHES, MARK_SECONDS, MAX_MISSING, SLOWER, PacedCompletion, Pacing
 from decode_node.step_result import StepResult
 
 MS = 0.001
@@ -251,7 +251,7 @@ def test_the_wait_for_a_mark_ends() -> None:
     begin = loop.device.now
     while not loop.unread[-1].due():
         loop.device.now += 0.1
-    assert loop.device.now - begin < PATIENCE + 1.0
+    assert loop.device.now - begin < MARK_SECONDS + 1.0
 
 
 def test_steps_that_are_not_paced_are_counted() -> None:

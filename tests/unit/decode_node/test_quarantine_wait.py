@@ -8,7 +8,7 @@ import pytest
 
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
-from decode_node.quarantine_wait import PATIENCE, QuarantineWait
+from decode_node.quarantine_wait import MAX_SECONDS, QuarantineWait
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
 
@@ -50,10 +50,10 @@ def hopeless(wait: QuarantineWait, now: float, frees_pages: bool = False) -> lis
 def test_what_waits_for_a_quarantine_leaves_after_a_while() -> None:
     wait = QuarantineWait(stuck())
     assert hopeless(wait, 10.0) == []
-    assert hopeless(wait, 10.0 + PATIENCE) == []
-    assert hopeless(wait, 10.1 + PATIENCE) == [1, 2]
-    assert hopeless(wait, 10.2 + PATIENCE) == [], "the next ones have a whole wait of their own"
-    assert hopeless(wait, 10.3 + 2 * PATIENCE) == [1, 2]
+    assert hopeless(wait, 10.0 + MAX_SECONDS) == []
+    assert hopeless(wait, 10.1 + MAX_SECONDS) == [1, 2]
+    assert hopeless(wait, 10.2 + MAX_SECONDS) == [], "the next ones have a whole wait of their own"
+    assert hopeless(wait, 10.3 + 2 * MAX_SECONDS) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_the_wait_begins_again_once_pages_may_come_from_elsewhere(hope: Callable
     wait = QuarantineWait(queues)
     assert hopeless(wait, 10.0) == []
     hope(queues)
-    assert hopeless(wait, 11.0 + PATIENCE) == []
+    assert hopeless(wait, 11.0 + MAX_SECONDS) == []
     fill(queues)
-    assert hopeless(wait, 12.0 + PATIENCE) == []
-    assert hopeless(wait, 11.9 + 2 * PATIENCE) == []
-    assert hopeless(wait, 12.1 + 2 * PATIENCE) == [1, 2]
+    assert hopeless(wait, 12.0 + MAX_SECONDS) == []
+    assert hopeless(wait, 11.9 + 2 * MAX_SECONDS) == []
+    assert hopeless(wait, 12.1 + 2 * MAX_SECONDS) == [1, 2]
 
 
 def test_pages_of_retracted_requests_that_become_free_are_waited_for() -> None:
     wait = QuarantineWait(stuck())
     assert hopeless(wait, 10.0) == []
-    assert hopeless(wait, 11.0 + PATIENCE, frees_pages=True) == []
-    assert hopeless(wait, 12.0 + PATIENCE) == []
+    assert hopeless(wait, 11.0 + MAX_SECONDS, frees_pages=True) == []
+    assert hopeless(wait, 12.0 + MAX_SECONDS) == []

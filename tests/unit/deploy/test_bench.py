@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from deploy import bench_cli
 from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, closed_plan
-from deploy.load_generator.runs import CUT_OFF, Patience, Run, Server, closed_loop, open_loop
+from deploy.load_generator.runs import CUT_OFF, EarlyStop, Run, Server, closed_loop, open_loop
 from deploy.load_generator.stream import RequestTimes, stream_completion
 from deploy.load_generator.summary import Limits, percent, summarise
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
@@ -90,19 +90,19 @@ async def test_a_closed_loop_has_one_request_per_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("due", "most_overdue", "sent"),
+    ("due", "max_overdue", "sent"),
     [([0.0] * 3, 2, 3), ([0.0] * 5 + [0.3] * 4, 4, 5), ([0.0] * 5 + [0.3] * 4, 5, 9)],
 )
 async def test_a_server_that_does_not_keep_up_ends_an_impatient_loop(
-    due: list[float], most_overdue: int, sent: int
+    due: list[float], max_overdue: int, sent: int
 ) -> None:
     """Nobody is ever answered. Requests that were sent are cut off, and no more are sent if too many are overdue."""
     server = OpenAiServer(ANSWER, hold=1000)
     plan = [PlannedRequest(each, (Segment((0, 0), 4),), 1) for each in due]
     async with serving(server), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
-        patience = Patience(overdue=0.2, most_overdue=most_overdue, drain=0.2)
-        run = await asyncio.wait_for(open_loop(target, plan, patience=patience), 30)
+        early_stop = EarlyStop(overdue=0.2, max_overdue=max_overdue, drain=0.2)
+        run = await asyncio.wait_for(open_loop(target, plan, early_stop=early_stop), 30)
     assert [each.error for each in run.requests] == [CUT_OFF] * sent
     assert (run.outstanding, run.unsent) == (sent, len(due) - sent)
     assert 0.2 < run.seconds < 20
@@ -114,7 +114,7 @@ async def test_a_patient_loop_waits_for_late_answers() -> None:
     plan = [PlannedRequest(each, (Segment((0, 0), 4),), 1) for each in (0.0, 0.2)]
     async with serving(server), aiohttp.ClientSession() as session:
         target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
-        run = await open_loop(target, plan, patience=Patience(overdue=0.01, most_overdue=1, drain=30))
+        run = await open_loop(target, plan, early_stop=EarlyStop(overdue=0.01, max_overdue=1, drain=30))
     assert [each.error for each in run.requests] == ["", ""]
     assert (run.outstanding, run.unsent) == (0, 0)
 

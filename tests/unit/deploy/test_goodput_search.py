@@ -18,7 +18,7 @@ from deploy.load_generator.loads import Load
 from deploy.load_generator.measurement import Bodies, Measurement, Target
 from deploy.load_generator.plan import PlannedRequest, PromptShape
 from deploy.load_generator.rate_search import Outcome, SearchBounds
-from deploy.load_generator.runs import CUT_OFF, Answered, Patience, Run, no_progress
+from deploy.load_generator.runs import CUT_OFF, Answered, EarlyStop, Run, no_progress
 from deploy.load_generator.stream import RequestTimes
 from deploy.load_generator.summary import Limits
 
@@ -40,21 +40,21 @@ class SimulatedServer:
     runs: list[tuple[str, int, int]] = field(default_factory=list)  # load, number, seed
     warmed_up: int = 0
 
-    def run(self, load: Load, number: int, seed: int, patience: Patience) -> Run:
+    def run(self, load: Load, number: int, seed: int, early_stop: EarlyStop) -> Run:
         plan = load.plan(seed)
         self.runs.append((load.label, number, seed))
-        run, free = Run(seconds=plan[-1].due + patience.drain), 0.0
+        run, free = Run(seconds=plan[-1].due + early_stop.drain), 0.0
         fails = float(load.label.removesuffix("/s")) > self.fails_above
         dues, ends = [each.due for each in plan], list[float]()
         for due in dues:
             # Requests are served in order, so the unanswered ones are those after the last one that has ended.
-            overdue = bisect_left(dues, due - patience.overdue) - bisect_right(ends, due)
-            if overdue > patience.most_overdue:
+            overdue = bisect_left(dues, due - early_stop.overdue) - bisect_right(ends, due)
+            if overdue > early_stop.max_overdue:
                 break
             free = max(free, due) + self.service
             ends.append(free)
         run.unsent = len(dues) - len(ends)
-        last = dues[len(ends)] if run.unsent else dues[-1] + patience.drain
+        last = dues[len(ends)] if run.unsent else dues[-1] + early_stop.drain
         for request, end in zip(plan, ends, strict=False):
             gaps = [self.gap] * (request.output - 1)
             times = RequestTimes(first=end - request.due, gaps=gaps, tokens=request.output)
@@ -75,10 +75,10 @@ class SimulatedMeasurement(Measurement):
         load: Load,
         run: tuple[int, int],
         answered: Answered = no_progress,
-        patience: Patience | None = None,
+        early_stop: EarlyStop | None = None,
     ) -> Run:
-        assert patience is not None
-        return self.servers[target.label].run(load, *run, patience)
+        assert early_stop is not None
+        return self.servers[target.label].run(load, *run, early_stop)
 
     async def send_one(self, target: Target, request: PlannedRequest) -> RequestTimes:
         server = self.servers[target.label]
@@ -153,11 +153,11 @@ async def test_an_overloaded_probe_ends_early_and_does_not_count_as_kept() -> No
 
 async def test_a_low_share_does_not_end_a_probe_that_keeps_it() -> None:
     """Half of the requests may be late, so that many overdue ones say nothing yet."""
-    patience = SHAPE.patience(16, 2880, 0.5, LIMITS)
-    assert patience.most_overdue == 1440
-    assert SHAPE.patience(16, 2880, 0.99, LIMITS).most_overdue == 28
-    assert SHAPE.patience(400, 72000, 1.0, LIMITS).most_overdue == math.ceil(400 * 0.26)
-    assert patience.overdue == pytest.approx(0.26)
+    early_stop = SHAPE.early_stop(16, 2880, 0.5, LIMITS)
+    assert early_stop.max_overdue == 1440
+    assert SHAPE.early_stop(16, 2880, 0.99, LIMITS).max_overdue == 28
+    assert SHAPE.early_stop(400, 72000, 1.0, LIMITS).max_overdue == math.ceil(400 * 0.26)
+    assert early_stop.overdue == pytest.approx(0.26)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     gpu = torch.device("cuda", 0)
     plan = MemoryPlan(15 * GIB, 80 * GIB)
     per_token = 128 << 10
@@ -332,7 +332,7 @@ def test_what_a_share_leaves_is_the_pool() -> None:
 
 
 def test_shares_of_one_gpu_are_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     free = {"now": 100 * GIB}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free["now"], 100 * GIB))
     gpu, plan, budget = torch.device("cuda", 0), MemoryPlan(15 * GIB, 0), PoolBudget(None, 0.5, "prefill")
@@ -377,7 +377,7 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
 
 def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What passed before loading is refused with the calculation once the graphs are measured."""
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 6 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB)
     own = serving_model.NodeMemory(PoolBudget(6400, 0.9, "decode"), MemoryPlan(GIB, 0))

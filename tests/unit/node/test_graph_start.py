@@ -40,7 +40,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Fake a GPU of 16 GiB: set its free memory, and how much more is in use at each query."""
     state = {"free": 8 * GIB, "step": GIB // 2}
     reserved = count()
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], 16 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: next(reserved) * state["step"])

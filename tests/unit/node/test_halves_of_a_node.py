@@ -74,7 +74,7 @@ def test_the_weights_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_first_half_has_taken_is_no_room_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 9 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * GIB)
     log = Log("flex-0")

@@ -35,7 +35,7 @@ def check_ranks(
     monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int], tokens: int | Literal["auto"]
 ) -> list[str]:
     """Check both ranks of a decode node on GPUs of these bytes; return what each is refused for, "" for nothing."""
-    monkeypatch.setattr(memory, "PATIENCE", 0.0)
+    monkeypatch.setattr(memory, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 2 * (sizes[device.index - 2],))
     prefill = PrefillSection(nodes=(PrefillNodeEntry(name="p", devices=("cuda:0", "cuda:1")),))
     decode = DecodeSection(

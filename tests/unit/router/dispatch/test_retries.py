@@ -8,8 +8,8 @@ from common.errors import InternalError, Moved, NodeLost, Overloaded, Preempted,
 from router.dispatch.retries import LOSSES_PER_ATTEMPT, Retries
 
 
-def retries(max_attempts: int = 9, patience: float = 10.0, deadline: float = 600.0) -> Retries:
-    return Retries(max_attempts, patience, deadline, draw=lambda low, high: high)
+def retries(max_attempts: int = 9, timeout: float = 10.0, deadline: float = 600.0) -> Retries:
+    return Retries(max_attempts, timeout, deadline, draw=lambda low, high: high)
 
 
 def test_the_first_retry_is_immediate_if_another_pair_can_take_it() -> None:
@@ -82,12 +82,12 @@ def test_a_prompt_that_is_moved_has_not_failed() -> None:
 
 
 def test_a_full_queue_refuses_new_requests_and_delays_others() -> None:
-    made = retries(patience=2.0)
+    made = retries(timeout=2.0)
     assert made.pause(Overloaded("x"), False, False, 0.0) is None, "a new request is refused"
-    made = retries(patience=2.0)
+    made = retries(timeout=2.0)
     made.pause(Preempted("x"), True, False, 0.0)
     assert [made.pause(Overloaded("x"), False, False, now) for now in (1.0, 1.5, 2.0)] == [0.25, 0.5, 1.0]
-    assert made.pause(Overloaded("x"), False, False, 2.5) is None, "after two seconds its patience is over"
+    assert made.pause(Overloaded("x"), False, False, 2.5) is None, "after two seconds its timeout is over"
     made.pause(Preempted("x"), True, False, 3.0)
     assert made.pause(Overloaded("x"), False, False, 4.0) == 0.25, "each wait begins anew"
 
@@ -105,7 +105,7 @@ def test_a_request_leaves_a_full_queue_for_another_node() -> None:
 
 
 def test_a_request_that_was_taken_in_looks_elsewhere_before_it_waits() -> None:
-    made = retries(patience=2.0)
+    made = retries(timeout=2.0)
     made.pause(NodeLost("x"), True, True, 0.0)
     assert made.pause(Overloaded("x"), False, True, 1.0) == 0.0
     assert made.pause(Overloaded("x"), False, False, 1.0) == 0.25
