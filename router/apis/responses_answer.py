@@ -35,6 +35,7 @@ class ResponsesForm:
         """`identity`: the id of the request; `form` parses the text."""
         self._identity = identity
         self._prompt_tokens = prompt_tokens[0]
+        self._namespaced = task.namespaced
         self._items = AnswerItems(form)
         self._number = 0  # the next event's
         self._fields = {
@@ -125,16 +126,17 @@ class ResponsesForm:
         done = status != "in_progress"
         if item.kind is ItemKind.CALL:
             arguments = item.text if done else ""
-            return found | {
-                "type": "function_call",
-                "call_id": item.identity,
-                "name": item.name,
-                "arguments": arguments,
-            }
+            call = {"type": "function_call", "call_id": item.identity, "arguments": arguments}
+            return found | call | self._called(item)
         content = [_part(item)] if done else []
         if item.kind is ItemKind.REASONING:
             return found | {"type": "reasoning", "summary": [], "content": content}
         return found | {"type": "message", "role": "assistant", "content": content}
+
+    def _called(self, item: Item) -> dict[str, str]:
+        """Return the function of a call under the client's name, and its namespace if it has one."""
+        function = self._namespaced.get(item.name)
+        return {"name": item.name} if function is None else msgspec.structs.asdict(function)
 
     def _shown(self, change: Change) -> bytes:
         match change:
@@ -164,7 +166,8 @@ class ResponsesForm:
 
     def _end(self, index: int, item: Item) -> bytes:
         text = item.text
-        named = {"arguments": text, "name": item.name} if item.kind is ItemKind.CALL else {"text": text}
+        called = item.kind is ItemKind.CALL
+        named = {"arguments": text, "name": self._called(item)["name"]} if called else {"text": text}
         events = self._event(
             f"response.{_STREAMED[item.kind]}.done", **self._place(index, item, item.logprobs), **named
         )

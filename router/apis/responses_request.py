@@ -10,7 +10,15 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
-from router.requests.chat_fields import CUSTOM_REMEDY
+from router.apis.responses_tools import (
+    FunctionChoice,
+    NamespacedFunction,
+    ResponsesTool,
+    chat_name,
+    chat_tool_choice,
+    chat_tools,
+    shown_tools,
+)
 from router.requests.checks import check_logprobs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
@@ -28,7 +36,6 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.function": "tool_choice",
-    "tools[].function": "tools[]",
     "truncate_prompt_tokens": "truncation",
 }
 # Fields that have the same name and meaning in chats.
@@ -68,6 +75,7 @@ class InputItem(msgspec.Struct, frozen=True):
     content: Text | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of the called function
     arguments: str | None = None
     output: Text | list[InputPart] | None = None
 
@@ -90,32 +98,6 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     summary: str | None = None  # reasoning is returned whole
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
-    """A tool; functions are the only type."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AllowedFunction(msgspec.Struct, frozen=True):
-    """One of the tools, by its name."""
-
-    type: str
-    name: str | None = None
-
-
-class FunctionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tool_choice of type `function`, which names one, or of type `allowed_tools`, with a mode and tools."""
-
-    type: str
-    name: str | None = None
-    mode: str | None = None
-    tools: list[AllowedFunction] | None = None
-
-
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/responses."""
 
@@ -128,7 +110,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     stream_options: Any = None  # events have no obfuscation
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Any = None  # labels, which the answer repeats
@@ -184,7 +166,8 @@ class ResponsesTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request after its translation."""
 
     chat: ChatRequest
-    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder
+    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder and ChatTools
+    namespaced: dict[str, NamespacedFunction]  # functions by their names in the chat
     shown: dict[str, Any]  # fields of the request that the answer repeats
 
 
@@ -211,19 +194,25 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
         _check_parts(request.input)
         for index, item in enumerate(request.input):
             _add_item(chat, item, f"input[{index}]")
+    tools = chat_tools(request.tools or ())
     fields = {name: getattr(request, name) for name in SAME}
     fields |= {
         "max_completion_tokens": request.max_output_tokens,
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning and request.reasoning.effort,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
-        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": tools.tools or None,
+        "tool_choice": chat_tool_choice(request.tool_choice),
         # as in vLLM: the beginning of a prompt that is too long is cut off
         "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
     }
     if _LOGPROBS in included:
         fields |= {"logprobs": True, "top_logprobs": top}
-    return ResponsesTask(chat=chat.build(fields), places=chat.places, shown=_shown(request))
+    return ResponsesTask(
+        chat=chat.build(fields),
+        places={**chat.places, **tools.places},
+        namespaced=tools.namespaced,
+        shown=_shown(request),
+    )
 
 
 def _check_parts(items: Iterable[InputItem]) -> None:
@@ -247,7 +236,7 @@ def _add_item(chat: ChatBuilder, item: InputItem, where: str) -> None:
             name = required(item.name, f"{where}.name")
             identity = required(item.call_id, f"{where}.call_id")
             call_arguments(item.arguments, f"{where}.arguments")
-            chat.add_call(identity, name, item.arguments or "{}")
+            chat.add_call(identity, chat_name(item.namespace, name), item.arguments or "{}")
         case "function_call_output":
             parts = _parts(item.output, f"{where}.output")
             chat.add_result(required(item.call_id, f"{where}.call_id"), parts)
@@ -286,47 +275,8 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
-    if tool.type == "custom":
-        raise InvalidRequest(f"{where} has type 'custom'; {CUSTOM_REMEDY}", param=where)
-    if tool.type != "function":
-        raise unsupported_part(tool.type, where, "functions: this server runs no tools of its own")
-    function = {
-        "name": required(tool.name, f"{where}.name"),
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in function.items() if value is not None},
-    }
-
-
-def _tool_choice(choice: str | FunctionChoice | None) -> str | dict[str, Any] | None:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if choice.type == "allowed_tools":
-        tools = [
-            {"type": tool.type, "function": {"name": required(tool.name, f"tool_choice.tools[{index}].name")}}
-            for index, tool in enumerate(choice.tools or ())
-        ]
-        allowed = {"mode": required(choice.mode, "tool_choice.mode"), "tools": tools}
-        return {"type": choice.type, choice.type: allowed}
-    if choice.type != "function":
-        raise unsupported_part(
-            choice.type, "tool_choice", "none, auto, required, a function or allowed_tools"
-        )
-    return {"type": "function", "function": {"name": required(choice.name, "tool_choice.name")}}
-
-
 def _shown(request: ResponsesRequest) -> dict[str, Any]:
     plain = {"format": {"type": "text"}}
-    tools = [
-        {"type": "function", "name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
-        | ({} if tool.description is None else {"description": tool.description})
-        for tool in request.tools or ()
-    ]
     reasoning = request.reasoning or ReasoningOptions()
     return {
         "instructions": request.instructions,
@@ -338,7 +288,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
         "temperature": request.temperature,
         "text": plain if request.text is None else {**plain, **_given(request.text)},
         "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
-        "tools": tools,
+        "tools": shown_tools(request.tools or ()),
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": request.truncation or "disabled",
