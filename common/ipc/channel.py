@@ -236,7 +236,7 @@ class RouterSocket(Channel):
         return self._disconnects
 
     def vouch_for(self, peer: bytes) -> None:
-        """Keep this peer's session: no number of strangers can evict it."""
+        """Keep this peer's session: no number of unknown peers can evict it."""
         self._sessions.vouch_for(peer)
 
     def vouch_only_for(self, peers: Iterable[bytes]) -> None:

@@ -1,6 +1,6 @@
 """The sessions of a listening socket, by peer. The table is bounded: the peer that was silent longest leaves first.
 
-Peers that the owner vouches for stay, so a flood of strangers cannot evict them. A process may open many sessions
+Peers that the owner vouches for stay, so a flood of others cannot evict them. A process may open many sessions
 under its NAME, which its key proves, but it evicts only its own.
 """
 
@@ -16,7 +16,7 @@ from common.messages.identity import name_in
 MAX_SESSIONS = 4_096
 SESSIONS_OF_A_NAME = 64  # links of a process, and of earlier ones whose end was not noticed
 FORGET_SECONDS = 120.0  # without a frame from a peer that cannot be reached
-STRANGER_SECONDS = 10.0  # the same for a peer that nobody vouches for
+UNVOUCHED_SECONDS = 10.0  # the same for a peer that nobody vouches for
 
 
 class Sessions:
@@ -96,7 +96,7 @@ class Sessions:
         self.urgent = False
         for peer in list(self._active):
             session = self._sessions[peer]
-            limit = FORGET_SECONDS if peer in self._vouched else STRANGER_SECONDS
+            limit = FORGET_SECONDS if peer in self._vouched else UNVOUCHED_SECONDS
             for each in session.due(now):
                 if not self._send(peer, each):
                     if now - session.heard_at > limit:

@@ -32,14 +32,14 @@ GRACE: Final = 2.0  # seconds after which writes of the dead process's kernel an
 _CONNECT_SECONDS: Final = 2.0
 # An address that did not answer is not tried again for this long, since trying blocks.
 _REFUSED_SECONDS: Final = 10.0
-_LOOK_SECONDS: Final = 0.2  # interval of the check for overdue strangers
+_LOOK_SECONDS: Final = 0.2  # interval of the check for overdue proofs
 _PROOF_SECONDS: Final = 10.0
-MAX_STRANGERS: Final = 64
+MAX_PENDING: Final = 64
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
 
 
 @dataclass(slots=True, eq=False)
-class _Stranger:
+class _PendingConnection:
     sock: socket.socket
     since: float
     nonce: bytes
@@ -47,7 +47,7 @@ class _Stranger:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Sender:
     """The state of one sender."""
 
     key: bytes
@@ -65,8 +65,8 @@ class LivenessListener:
         self._port = int(self._listener.getsockname()[1])
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields that follow
-        self._lines: dict[str, _Line] = {}
-        self._strangers: list[_Stranger] = []
+        self._senders: dict[str, _Sender] = {}
+        self._pending: list[_PendingConnection] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-liveness", daemon=True)
         self._thread.start()
@@ -74,31 +74,35 @@ class LivenessListener:
     def describe(self, incarnation: str) -> TcpDescription:
         """Return the address that this sender must connect to, and its key."""
         with self._lock:
-            line = self._lines.setdefault(incarnation, _Line(secrets.token_bytes(tcp_frames.KEY_BYTES)))
-        return TcpDescription(self._host, self._port, line.key)
+            sender = self._senders.setdefault(incarnation, _Sender(secrets.token_bytes(tcp_frames.KEY_BYTES)))
+        return TcpDescription(self._host, self._port, sender.key)
 
     def dead(self, incarnation: str) -> bool:
         """Return True only once the process has ended and its outstanding writes have had time to land."""
         with self._lock:
-            line = self._lines.get(incarnation)
-            return line is not None and line.ended_at is not None and self._clock() - line.ended_at >= GRACE
+            sender = self._senders.get(incarnation)
+            return (
+                sender is not None
+                and sender.ended_at is not None
+                and self._clock() - sender.ended_at >= GRACE
+            )
 
     @property
-    def strangers(self) -> int:
+    def pending(self) -> int:
         """Number of connections that have not proved their key yet."""
-        return len(self._strangers)
+        return len(self._pending)
 
     def connected(self, incarnation: str) -> bool:
         """Return whether this sender's connection is open and has proved its key."""
         with self._lock:
-            line = self._lines.get(incarnation)
-            return line is not None and line.sock is not None
+            sender = self._senders.get(incarnation)
+            return sender is not None and sender.sock is not None
 
     def ended(self, incarnation: str) -> bool:
         """Return whether this sender's connection has ended: GRACE later, the sender counts as dead."""
         with self._lock:
-            line = self._lines.get(incarnation)
-            return line is not None and line.ended_at is not None
+            sender = self._senders.get(incarnation)
+            return sender is not None and sender.ended_at is not None
 
     def poll(self) -> None:
         """Process what has arrived, without waiting."""
@@ -107,18 +111,18 @@ class LivenessListener:
 
     def forget(self, incarnation: str) -> None:
         with self._lock:
-            line = self._lines.pop(incarnation, None)
-            if line is not None and line.sock is not None:
-                line.sock.close()
+            sender = self._senders.pop(incarnation, None)
+            if sender is not None and sender.sock is not None:
+                sender.sock.close()
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
-        for incarnation in list(self._lines):
+        for incarnation in list(self._senders):
             self.forget(incarnation)
-        for stranger in self._strangers:
-            stranger.sock.close()
-        self._strangers.clear()
+        for pending in self._pending:
+            pending.sock.close()
+        self._pending.clear()
         self._listener.close()
 
     def _run(self) -> None:
@@ -126,8 +130,8 @@ class LivenessListener:
             poller = select.poll()
             poller.register(self._listener, select.POLLIN)
             with self._lock:
-                lines = [line.sock for line in self._lines.values() if line.sock is not None]
-                for sock in (*lines, *(stranger.sock for stranger in self._strangers)):
+                socks = [sender.sock for sender in self._senders.values() if sender.sock is not None]
+                for sock in (*socks, *(pending.sock for pending in self._pending)):
                     poller.register(sock, select.POLLIN)
             poller.poll(_LOOK_SECONDS * 1000)
             self.poll()
@@ -137,59 +141,61 @@ class LivenessListener:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             self._challenge(sock, now)
-        for stranger in list(self._strangers):
-            self._meet(stranger, now)
-        for line in self._lines.values():
-            if line.sock is None:
+        for pending in list(self._pending):
+            self._authenticate(pending, now)
+        for sender in self._senders.values():
+            if sender.sock is None:
                 continue
             try:
-                if not _ended(line.sock):
+                if not _ended(sender.sock):
                     continue
-                line.ended_at = now
+                sender.ended_at = now
             except OSError:
                 pass  # the connection timed out; a second read would look like an end
-            line.sock.close()
-            line.sock = None  # the peer may connect again
+            sender.sock.close()
+            sender.sock = None  # the peer may connect again
 
     def _challenge(self, sock: socket.socket, now: float) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
-            # The oldest has had time for its proof, and a sender that connects during a flood of strangers gets time
+        if len(self._pending) >= MAX_PENDING:
+            # The oldest has had time for its proof, and a sender that connects during a flood of others gets time
             # too.
-            self._strangers.pop(0).sock.close()
+            self._pending.pop(0).sock.close()
         sock.setblocking(False)
-        stranger = _Stranger(sock, now, secrets.token_bytes(tcp_frames.NONCE_BYTES))
-        self._strangers.append(stranger)
+        pending = _PendingConnection(sock, now, secrets.token_bytes(tcp_frames.NONCE_BYTES))
+        self._pending.append(pending)
         with contextlib.suppress(OSError):  # a lost connection is detected when it is read
-            sock.send(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, stranger.nonce))
+            sock.send(tcp_frames.CHALLENGE.pack(tcp_frames.CHALLENGE_MAGIC, pending.nonce))
 
-    def _meet(self, stranger: _Stranger, now: float) -> None:
-        wanted = tcp_frames.PROOF.size - len(stranger.proof)
+    def _authenticate(self, pending: _PendingConnection, now: float) -> None:
+        wanted = tcp_frames.PROOF.size - len(pending.proof)
         try:
-            part = stranger.sock.recv(wanted)
+            part = pending.sock.recv(wanted)
         except BlockingIOError:
-            if now - stranger.since < _PROOF_SECONDS:
+            if now - pending.since < _PROOF_SECONDS:
                 return
             part = b""
         except OSError:
             part = b""
-        stranger.proof += part
+        pending.proof += part
         if part and len(part) < wanted:
             return
-        self._strangers.remove(stranger)
-        line = self._owner(stranger) if part else None
+        self._pending.remove(pending)
+        sender = self._owner(pending) if part else None
         # The end of a second connection with the same key would prove nothing.
-        if line is None or line.sock is not None:
-            stranger.sock.close()
+        if sender is None or sender.sock is not None:
+            pending.sock.close()
             return
-        stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        pending.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
-            stranger.sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        line.sock, line.ended_at = stranger.sock, None
+            pending.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sender.sock, sender.ended_at = pending.sock, None
 
-    def _owner(self, stranger: _Stranger) -> _Line | None:
-        proof = bytes(stranger.proof)
-        lines = self._lines.values()
-        return next((line for line in lines if tcp_frames.proves(proof, line.key, stranger.nonce)), None)
+    def _owner(self, pending: _PendingConnection) -> _Sender | None:
+        proof = bytes(pending.proof)
+        senders = self._senders.values()
+        return next(
+            (sender for sender in senders if tcp_frames.proves(proof, sender.key, pending.nonce)), None
+        )
 
 
 def _ended(sock: socket.socket) -> bool:

@@ -22,7 +22,7 @@ from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read at once under the lock: bounds how long `revoke` waits
-MAX_STRANGERS = 64  # connections that have not proved a key yet
+MAX_PENDING = 64  # connections that have not proved a key yet
 _MAX_UNSENT_ACKS = 1 << 20  # bytes; a peer that does not read its acks is dropped
 
 
@@ -154,10 +154,10 @@ class TcpReceiver(ReceiverEndpoint):
             sock, _ = self._listener.accept()
         except OSError:
             return
-        strangers = [each for each in self._connections.values() if not each.incarnation]
-        if len(strangers) >= MAX_STRANGERS:
-            # The oldest has had time for its proof, and a peer that connects during a flood of strangers gets time too.
-            self._drop(strangers[0], "full")
+        pending = [each for each in self._connections.values() if not each.incarnation]
+        if len(pending) >= MAX_PENDING:
+            # The oldest has had time for its proof, and a peer that connects during a flood of others gets time too.
+            self._drop(pending[0], "full")
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -27,7 +27,7 @@ from common.ipc.session import (
     read_header,
     unpack,
 )
-from common.ipc.sessions import FORGET_SECONDS, STRANGER_SECONDS, Sessions
+from common.ipc.sessions import FORGET_SECONDS, UNVOUCHED_SECONDS, Sessions
 from tests.fakes.clock import Clock
 
 EPOCH = 7
@@ -358,7 +358,7 @@ def test_peers_that_are_no_longer_vouched_for_are_forgotten_like_others(
     assert (sessions.get(b"old"), sessions.get(b"new") is not None) == (None, True)
 
 
-@pytest.mark.parametrize(("vouched", "patience"), [(True, FORGET_SECONDS), (False, STRANGER_SECONDS)])
+@pytest.mark.parametrize(("vouched", "patience"), [(True, FORGET_SECONDS), (False, UNVOUCHED_SECONDS)])
 def test_messages_for_an_unreachable_peer_are_eventually_dropped(vouched: bool, patience: float) -> None:
     sessions = Sessions(lambda peer, frame: False, 10, 10)
     sessions.receive(b"peer", *session(opens=True).due(0.0)[0], 0.0)

@@ -178,7 +178,7 @@ def test_other_connections_prove_nothing(keeper: LivenessListener, clock: Clock)
         second.sendall(tcp_frames.proof(description.key, challenge_of(second)))
         assert not look(keeper, clock)
     assert not look(keeper, clock, seconds=100)
-    until(lambda: not keeper.strangers)
+    until(lambda: not keeper.pending)
     assert not look(keeper, clock, seconds=100)
     lines.close()
 
@@ -201,7 +201,7 @@ def test_strangers_are_bounded_and_sent_away(
     keeper: LivenessListener, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest is dropped, so that a flood keeps no sender out; a silent one is dropped after a while."""
-    monkeypatch.setattr(liveness, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(liveness, "MAX_PENDING", 2)
     where = (keeper.describe("p").host, keeper.describe("p").port)
     silent = [socket.create_connection(where, timeout=PATIENCE) for _ in range(3)]
     until(lambda: closed(silent[0]))
@@ -213,7 +213,7 @@ def test_strangers_are_bounded_and_sent_away(
     for each in silent:
         until(lambda: closed(each))  # noqa: B023
         each.close()
-    assert not keeper.strangers
+    assert not keeper.pending
 
 
 def test_a_listener_without_a_challenge_is_refused(clock: Clock) -> None:

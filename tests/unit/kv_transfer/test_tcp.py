@@ -357,7 +357,7 @@ def test_an_idle_connection_costs_no_work(
 def test_strangers_are_bounded(
     receiver: TcpReceiver, raw: Callable[..., Raw], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_PENDING", 3)
     oldest, *others = [raw() for _ in range(3)]
     newest = raw()
     assert oldest.closed, "the oldest gives way: a peer that comes during a flood gets its time, too"
@@ -369,7 +369,7 @@ def test_strangers_are_bounded(
 def test_a_peer_gets_in_while_strangers_keep_coming(
     receiver: TcpReceiver, sender: TcpSender, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_PENDING", 3)
     peer = attach(sender, receiver)
     for _ in range(6):
         raw()
