@@ -27,7 +27,7 @@ HANDSHAKE_SECONDS = 5.0
 MAX_HANDSHAKES = 1024
 MAX_HANDSHAKES_PER_SOURCE = 512  # all processes of one host may connect at the same time
 # Bytes received in a CURVE handshake: greeting 64, HELLO 202, INITIATE at least 259. A peer that does not know
-# the server's public key, gets no further than HELLO.
+# the server's public key gets no further than HELLO.
 HANDSHAKE_BYTES = 64 + 202 + 259
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 _BYTES_RECEIVED = struct.Struct("128xQ")  # in Linux's struct tcp_info

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a width's time
-MEMORY = 100  # drafts over which the acceptance of a position is averaged
-KINSHIP = 2  # weight of the previous position's acceptance, in drafts
-FORGETTING = 0.98  # decay of the weight of a position that a round does not try
-EVERY = 5  # rounds of a batch size between two decisions
-TRIALS = 3  # rounds of a width before it can be judged
-REFRESH = 50  # rounds of a batch size after which the least recently measured width gets a round
+WINDOW = 100  # drafts over which the acceptance of a position is averaged
+PRIOR_WEIGHT = 2  # weight of the previous position's acceptance, in drafts
+DECAY = 0.98  # decay of the weight of a position that a round does not try
+DECISION_ROUNDS = 5  # rounds of a batch size between two decisions
+TRIAL_ROUNDS = 3  # rounds of a width before it can be judged
+REFRESH_ROUNDS = 50  # rounds of a batch size after which the least recently measured width gets a round
 MARGIN = 0.02  # required gain in tokens per second for a change
 BATCH_CLASSES = ((1, (1, 3, 5, 7)), (8, (0, 1, 3, 5)), (32, (0, 1, 3)))  # (smallest batch, candidate widths)
 
@@ -63,26 +63,26 @@ class Acceptance:
     """
 
     def __init__(self, widest: int) -> None:
-        self._right = [0.0] * widest
-        self._seen = [0.0] * widest  # weight in drafts, at most MEMORY
+        self._rates = [0.0] * widest
+        self._weights = [0.0] * widest  # in drafts, at most WINDOW
 
     def observe(self, width: int, accepted: Sequence[int]) -> None:
         """Record the number of accepted drafts, of `width`, for each request of a round."""
-        for place, seen in enumerate(self._seen):
+        for place, seen in enumerate(self._weights):
             reached = sum(count >= place for count in accepted) if place < width else 0
             if reached:
                 share = sum(count > place for count in accepted) / reached
-                self._right[place] += reached / (seen + reached) * (share - self._right[place])
-                self._seen[place] = min(seen + reached, MEMORY)
+                self._rates[place] += reached / (seen + reached) * (share - self._rates[place])
+                self._weights[place] = min(seen + reached, WINDOW)
             elif place >= width:
-                self._seen[place] = seen * FORGETTING
+                self._weights[place] = seen * DECAY
 
     def tokens(self, width: int) -> float:
         """Return the expected tokens per request of a round of `width` drafts, including the target's own token."""
-        total = right = chance = 1.0
-        for seen, own in zip(self._seen[:width], self._right[:width]):
-            right = (seen * own + KINSHIP * right) / (seen + KINSHIP)
-            chance *= right
+        total = rate = chance = 1.0
+        for seen, own in zip(self._weights[:width], self._rates[:width]):
+            rate = (seen * own + PRIOR_WEIGHT * rate) / (seen + PRIOR_WEIGHT)
+            chance *= rate
             total += chance
         return total
 
@@ -99,7 +99,7 @@ class _Cost:
         self.rounds += 1
         self.seen = number
         seconds = max(seconds, 1e-9)  # below the clock's resolution
-        if self.rounds <= TRIALS:  # the first rounds warm up caches
+        if self.rounds <= TRIAL_ROUNDS:  # the first rounds warm up caches
             self.seconds = seconds if self.rounds == 1 else min(self.seconds, seconds)
         else:  # an outlier counts as at most twice the average
             self.seconds += SMOOTHING * (min(seconds, 2 * self.seconds) - self.seconds)
@@ -120,13 +120,13 @@ class _Size:
         self._costs[width].observe(seconds, self._rounds)
         if width != self.width:
             return  # this round was launched before the last change
-        untried = [each for each, cost in self._costs.items() if cost.rounds < TRIALS]
+        untried = [each for each, cost in self._costs.items() if cost.rounds < TRIAL_ROUNDS]
         if untried:
             self.width = max(untried)
-        elif self._rounds - self._refreshed >= REFRESH:
+        elif self._rounds - self._refreshed >= REFRESH_ROUNDS:
             self._refreshed = self._rounds
             self.width = min(self._costs, key=lambda each: self._costs[each].seen)
-        elif width != self._best or self._rounds % EVERY == 0:
+        elif width != self._best or self._rounds % DECISION_ROUNDS == 0:
             self._judge(acceptance)
 
     def _judge(self, acceptance: Acceptance) -> None:

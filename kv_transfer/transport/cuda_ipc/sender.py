@@ -168,7 +168,7 @@ class CudaIpcSender(LayerEndpoint):
     def write_layers(
         self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
-        """Prepare the write. Of complete pages, as of `write_pages`, `rest` is one kernel on a lane of its own."""
+        """Prepare the write. For complete pages (`write_pages`), `rest` is one kernel on the peer's lane for these."""
         assert isinstance(peer, Mapped)
         return CudaLayers(self.writer, peer, plan, lists, checksums)
 

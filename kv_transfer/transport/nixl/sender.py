@@ -102,11 +102,11 @@ class NixlSender(SenderEndpoint):
             MemorySpan(description.records, target.records_bytes, 0, "DRAM"),
         )
         self._liveness.hold(description.liveness)
-        self._join(peer)
+        self._add_agent(peer)
         self._peers.append(peer)
         return peer
 
-    def _join(self, peer: Remote) -> None:
+    def _add_agent(self, peer: Remote) -> None:
         """Add the peer's agent. Raises HandshakeRefused if its metadata does not contain the memory it describes."""
         assert isinstance(peer.target.description, NixlDescription)
         name = peer.target.incarnation
@@ -243,7 +243,10 @@ class NixlSender(SenderEndpoint):
         return self._post(peer, (prepared[0], order), (prepared[1], order), lengths, forget)
 
     def _use(self, peer: Remote) -> None:
-        """Check that the peer can be written to; joins it again after a fault. Raises NixlError, HandshakeRefused."""
+        """Check that the peer can be written to; after a fault, add its agent again.
+
+        Raises NixlError, HandshakeRefused.
+        """
         if not peer.attached:
             raise NixlError("the peer is detached")
         if not peer.faulty:
@@ -251,8 +254,8 @@ class NixlSender(SenderEndpoint):
         self._collect()
         if peer.open:
             raise NixlError(peer.last_error)  # writes from before the fault have not ended
-        self._leave(peer)
-        self._join(peer)
+        self._remove_agent(peer)
+        self._add_agent(peer)
         peer.faulty = False
 
     def _post(
@@ -332,10 +335,10 @@ class NixlSender(SenderEndpoint):
                 self._look(write)
             if not peer.attached and not peer.open:
                 self._peers.remove(peer)
-                self._leave(peer)
+                self._remove_agent(peer)
         self._go()
 
-    def _leave(self, peer: Remote) -> None:
+    def _remove_agent(self, peer: Remote) -> None:
         if peer.pages is not None:
             self._agent.forget(peer.pages[1])
             peer.pages = None

@@ -30,7 +30,7 @@ class Remote(PeerMemory):
         self.open: list[Write] = []  # writes with running transfers
         self.moved = 0
         self.last_error = ""
-        self.faulty = False  # must be joined again before the next write
+        self.faulty = False  # its agent must be added again before the next write
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.speculative.width_policy import (
-    EVERY,
-    REFRESH,
-    TRIALS,
+    DECISION_ROUNDS,
+    REFRESH_ROUNDS,
+    TRIAL_ROUNDS,
     Acceptance,
     WidthPolicy,
     batches_of,
@@ -78,15 +78,18 @@ def rate(widths: list[int], batch: int, right: float, cost: Cost) -> float:
 )
 def test_as_fast_as_the_best_width(batch: int, right: float, cost: Cost, best: int, seed: int) -> None:
     """The policy is as fast as the best fixed width, by batch size and acceptance, within a measured loss."""
-    widths = settle(WidthPolicy(classes_up_to(7)), batch, right, cost, 400, seed)[4 * TRIALS :]
+    widths = settle(WidthPolicy(classes_up_to(7)), batch, right, cost, 400, seed)[4 * TRIAL_ROUNDS :]
     ideal = rate([best], batch, right, cost)
     assert ideal == max(rate([width], batch, right, cost) for width in {*widths, best})
     assert rate(widths, batch, right, cost) > 0.95 * ideal
 
 
 def test_every_width_is_timed_before_one_is_judged() -> None:
-    widths = settle(WidthPolicy(classes_up_to(5)), 8, 0.0, compute_bound, 5 * TRIALS)
-    assert widths[: 4 * TRIALS] == [5] * TRIALS + [3] * TRIALS + [1] * TRIALS + [0] * TRIALS
+    widths = settle(WidthPolicy(classes_up_to(5)), 8, 0.0, compute_bound, 5 * TRIAL_ROUNDS)
+    assert (
+        widths[: 4 * TRIAL_ROUNDS]
+        == [5] * TRIAL_ROUNDS + [3] * TRIAL_ROUNDS + [1] * TRIAL_ROUNDS + [0] * TRIAL_ROUNDS
+    )
 
 
 def test_the_policy_adapts_to_changes() -> None:
@@ -99,15 +102,15 @@ def test_the_policy_adapts_to_changes() -> None:
 
 def test_the_unseen_is_looked_at_again() -> None:
     policy = WidthPolicy(classes_up_to(3))
-    widths = settle(policy, 9, 0.0, compute_bound, 20 * REFRESH)
-    assert 10 <= sum(width > 0 for width in widths[REFRESH:]) <= 25
+    widths = settle(policy, 9, 0.0, compute_bound, 20 * REFRESH_ROUNDS)
+    assert 10 <= sum(width > 0 for width in widths[REFRESH_ROUNDS:]) <= 25
 
 
 def test_batch_sizes_do_not_disturb_each_other() -> None:
     policy = WidthPolicy(classes_up_to(5))
     assert usual(settle(policy, 64, 0.9, compute_bound)) == 0
     assert usual(settle(policy, 2, 0.9, memory_bound)) == 5
-    assert usual(settle(policy, 127, 0.9, compute_bound, 4 * EVERY)) == 0, "as timed with 64"
+    assert usual(settle(policy, 127, 0.9, compute_bound, 4 * DECISION_ROUNDS)) == 0, "as timed with 64"
 
 
 def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
@@ -120,7 +123,7 @@ def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
 def test_a_late_round_changes_nothing() -> None:
     """Results are read one round late: they are counted, but do not affect a width chosen since."""
     policy = WidthPolicy(classes_up_to(3))
-    for _ in range(TRIALS):
+    for _ in range(TRIAL_ROUNDS):
         policy.observe(4, 3, [0] * 4, 1.0)
     assert policy.choose(4) == 1
     policy.observe(4, 3, [0] * 4, 1.0)
@@ -180,16 +183,16 @@ def test_places_that_are_not_tried_are_forgotten() -> None:
 
 def test_a_slow_trial_does_not_decide() -> None:
     policy = WidthPolicy(classes_up_to(3))
-    for number in range(1, 2 * TRIALS + 1):
+    for number in range(1, 2 * TRIAL_ROUNDS + 1):
         width = policy.choose(4)
         # Of the widest, the last one is held up.
-        policy.observe(4, width, [width] * 4, 10.0 if number == TRIALS else 1.0)
+        policy.observe(4, width, [width] * 4, 10.0 if number == TRIAL_ROUNDS else 1.0)
     assert policy.choose(4) == 3
 
 
 def test_a_width_that_no_longer_pays_is_left_before_others_are_timed_again() -> None:
     policy = WidthPolicy(classes_up_to(3))
-    settle(policy, 4, 1.0, memory_bound, 4 * TRIALS + 2 * EVERY)
+    settle(policy, 4, 1.0, memory_bound, 4 * TRIAL_ROUNDS + 2 * DECISION_ROUNDS)
     assert policy.choose(4) == 3
-    widths = settle(policy, 4, 0.0, compute_bound, 3 * EVERY)
+    widths = settle(policy, 4, 0.0, compute_bound, 3 * DECISION_ROUNDS)
     assert widths[-1] < 3
