@@ -130,8 +130,8 @@ class BatchResources:
         earlier victims whose save has not ended; the pages of the others become free.
         """
         self._retraction.settle(unsaved)
-        hopeless = self._quarantine_wait.hopeless(self._frees_pages, now)
-        leaving = [(each, Preempted(QUARANTINED)) for each in hopeless]
+        overdue = self._quarantine_wait.overdue(self._frees_pages, now)
+        leaving = [(each, Preempted(QUARANTINED)) for each in overdue]
         for request in list(self._queues.running.values()):
             if request.retract and request.in_flight == 0 and not request.ended and not request.checks:
                 del self._queues.running[request.room]

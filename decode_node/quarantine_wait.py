@@ -19,7 +19,7 @@ class QuarantineWait:
         self._queues = queues
         self._since: float | None = None
 
-    def hopeless(self, frees_pages: bool, now: float) -> list[DecodeRequest]:
+    def overdue(self, frees_pages: bool, now: float) -> list[DecodeRequest]:
         """Return the requests that have waited for too long. `frees_pages`: pages of retracted ones become free."""
         queues = self._queues
         waits = (*queues.retracted, *queues.waiting)

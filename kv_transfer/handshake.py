@@ -35,7 +35,7 @@ class Peer:
     hello: Hello
     memory: PeerMemory
     plan: PairPlan  # what this rank sends to the peer's rank
-    fed: tuple[str, ...]  # incarnations of the ranks of its node to which this rank sends
+    destinations: tuple[str, ...]  # incarnations of the ranks of its node to which this rank sends
     early: int = 0  # this peer's entries in the early-slots map
     early_pages: int = 0  # pages in them
     busy_until: float = 0.0  # its loop may be silent until then
@@ -59,7 +59,7 @@ class Peer:
         return None
 
 
-def fed_ranks(ours: PoolLayout, leader: str, size: int) -> tuple[str, ...]:
+def destination_ranks(ours: PoolLayout, leader: str, size: int) -> tuple[str, ...]:
     """Return the incarnations of the ranks to which the rank of `ours` sends, of a decode node of `size` ranks."""
     return tuple(
         rank_incarnation(leader, rank)
@@ -203,8 +203,10 @@ class PeerTable:
         except HandshakeRefused as error:
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None
         plan = pair_plan(self._endpoint.layout, hello.layout)
-        fed = fed_ranks(self._endpoint.layout, hello.leader or incarnation, hello.layout.tp_size)
-        peer = Peer(identity, incarnation, hello, memory, plan, fed)
+        destinations = destination_ranks(
+            self._endpoint.layout, hello.leader or incarnation, hello.layout.tp_size
+        )
+        peer = Peer(identity, incarnation, hello, memory, plan, destinations)
         self._peers[identity] = peer
         return peer
 

@@ -86,9 +86,9 @@ class OutboundRoom:
     def missing(self, peer: Peer) -> list[str]:
         """Return the ranks of this peer's node that the room lacks, if it goes to that node: it goes to all of them."""
         named = {part.decode for part in self.parts}
-        if self.failure is not None or named.isdisjoint(peer.fed):
+        if self.failure is not None or named.isdisjoint(peer.destinations):
             return []
-        return [decode for decode in peer.fed if decode not in named]
+        return [decode for decode in peer.destinations if decode not in named]
 
     def fits(self, held_pages: int, num_pages: int) -> bool:
         """Return whether these pages equal the pages that the other decode ranks have granted."""

@@ -8,7 +8,7 @@ import msgspec
 
 from common.messages.wire import encode
 from kv_transfer.events import Delivered, SenderEvent, TransferLost
-from kv_transfer.handshake import fed_ranks
+from kv_transfer.handshake import destination_ranks
 from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
@@ -107,7 +107,7 @@ class SenderRank:
         if isinstance(command, SendPages):
             self._orders.append(command.order)
         elif isinstance(command, ExpectRoom):
-            decodes = fed_ranks(self._sender.endpoint.layout, command.leader, command.size)
+            decodes = destination_ranks(self._sender.endpoint.layout, command.leader, command.size)
             if decodes:
                 self._sender.expect(command.room, command.deadline, decodes)
                 self._waiting.add(command.room)

@@ -43,17 +43,17 @@ def stuck() -> Queues:
     return queues
 
 
-def hopeless(wait: QuarantineWait, now: float, frees_pages: bool = False) -> list[int]:
-    return [each.room for each in wait.hopeless(frees_pages, now)]
+def overdue(wait: QuarantineWait, now: float, frees_pages: bool = False) -> list[int]:
+    return [each.room for each in wait.overdue(frees_pages, now)]
 
 
 def test_what_waits_for_a_quarantine_leaves_after_a_while() -> None:
     wait = QuarantineWait(stuck())
-    assert hopeless(wait, 10.0) == []
-    assert hopeless(wait, 10.0 + MAX_SECONDS) == []
-    assert hopeless(wait, 10.1 + MAX_SECONDS) == [1, 2]
-    assert hopeless(wait, 10.2 + MAX_SECONDS) == [], "the next ones have a whole wait of their own"
-    assert hopeless(wait, 10.3 + 2 * MAX_SECONDS) == [1, 2]
+    assert overdue(wait, 10.0) == []
+    assert overdue(wait, 10.0 + MAX_SECONDS) == []
+    assert overdue(wait, 10.1 + MAX_SECONDS) == [1, 2]
+    assert overdue(wait, 10.2 + MAX_SECONDS) == [], "the next ones have a whole wait of their own"
+    assert overdue(wait, 10.3 + 2 * MAX_SECONDS) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +68,17 @@ def test_what_waits_for_a_quarantine_leaves_after_a_while() -> None:
 def test_the_wait_begins_again_once_pages_may_come_from_elsewhere(hope: Callable[[Queues], object]) -> None:
     queues = stuck()
     wait = QuarantineWait(queues)
-    assert hopeless(wait, 10.0) == []
+    assert overdue(wait, 10.0) == []
     hope(queues)
-    assert hopeless(wait, 11.0 + MAX_SECONDS) == []
+    assert overdue(wait, 11.0 + MAX_SECONDS) == []
     fill(queues)
-    assert hopeless(wait, 12.0 + MAX_SECONDS) == []
-    assert hopeless(wait, 11.9 + 2 * MAX_SECONDS) == []
-    assert hopeless(wait, 12.1 + 2 * MAX_SECONDS) == [1, 2]
+    assert overdue(wait, 12.0 + MAX_SECONDS) == []
+    assert overdue(wait, 11.9 + 2 * MAX_SECONDS) == []
+    assert overdue(wait, 12.1 + 2 * MAX_SECONDS) == [1, 2]
 
 
 def test_pages_of_retracted_requests_that_become_free_are_waited_for() -> None:
     wait = QuarantineWait(stuck())
-    assert hopeless(wait, 10.0) == []
-    assert hopeless(wait, 11.0 + MAX_SECONDS, frees_pages=True) == []
-    assert hopeless(wait, 12.0 + MAX_SECONDS) == []
+    assert overdue(wait, 10.0) == []
+    assert overdue(wait, 11.0 + MAX_SECONDS, frees_pages=True) == []
+    assert overdue(wait, 12.0 + MAX_SECONDS) == []
