@@ -23,8 +23,6 @@ NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format.schema",
     "tool_choice.function": "tool_choice",
-    "tools[].function": "tools[]",
-    "tools[].function.parameters": "tools[].input_schema",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
@@ -47,6 +45,7 @@ class ContentBlock(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    tool_name: str | None = None  # of a tool_reference
     content: Any = None  # in a tool_result: text or blocks
 
 
@@ -63,6 +62,7 @@ class ClientTool(msgspec.Struct, frozen=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None  # not in the prompt until a result of a tool search refers to it
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -133,6 +133,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     "output_format": (),
 }
+_REFERENCE = "tool_reference"
 _KNOWN_BLOCKS = "text, image, tool_use, tool_result and thinking"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}
@@ -143,7 +144,7 @@ class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request after its translation."""
 
     chat: ChatRequest
-    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder
+    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder and _loaded_tools
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -198,14 +199,15 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
         fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
     if request.thinking is not None and request.thinking.display == "omitted":
         fields["include_reasoning"] = False
+    tools, places = _loaded_tools(request)
     fields |= {
         "model": request.model,
         "chat_template_kwargs": request.chat_template_kwargs,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "tools": tools or None,
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
     }
-    return MessagesTask(chat=chat.build(fields), places=chat.places)
+    return MessagesTask(chat=chat.build(fields), places={**chat.places, **places})
 
 
 def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
@@ -266,6 +268,8 @@ def _content(content: str | list[ContentBlock], where: str) -> list[ChatPart]:
 def _part(block: ContentBlock, where: str) -> ChatPart:
     if block.type == "text" and block.text is not None:
         return text_part(block.text)
+    if block.type == _REFERENCE and block.tool_name is not None:
+        return text_part(f"Loaded the tool {block.tool_name}.\n")
     source = block.source
     if block.type == "image" and source is not None:
         if source.type == "url" and source.url is not None:
@@ -282,6 +286,32 @@ def _response_format(given: OutputFormat) -> dict[str, Any]:
         )
     schema = {"name": "answer", "schema": given.schema, "strict": True}
     return {"type": "json_schema", "json_schema": schema}
+
+
+def _loaded_tools(request: CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the tools that the prompt shows, and the client's names of their fields. Raises InvalidRequest.
+
+    The messages must have been read: their results of tools are checked.
+    """
+    references = {
+        block["tool_name"]
+        for message in request.messages
+        if isinstance(message.content, list)
+        for result in message.content
+        if isinstance(result.content, list)
+        for block in result.content
+        if block["type"] == _REFERENCE
+    }
+    tools, places = list[dict[str, Any]](), dict[str, str]()
+    for index, tool in enumerate(request.tools or ()):
+        where = f"tools[{index}]"
+        function = _tool(tool, where)
+        if tool.defer_loading and tool.name not in references:
+            continue
+        place = f"tools[{len(tools)}].function"
+        places |= {place: where, f"{place}.parameters": f"{where}.input_schema"}
+        tools.append(function)
+    return tools, places
 
 
 def _tool(tool: ClientTool, where: str) -> dict[str, Any]:

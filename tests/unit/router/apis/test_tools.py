@@ -165,3 +165,60 @@ def test_tool_choices() -> None:
         body = {"max_tokens": 9, "messages": [test_messages.USER], "tool_choice": choice}
         chat = read_messages(msgspec.json.encode(body)).chat
         assert (chat.tool_choice, chat.parallel_tool_calls) == (chosen, False)
+
+
+SEARCH: dict[str, Any] = {"name": "search", "input_schema": {"type": "object"}}
+DEFERRED = [{"name": name, "input_schema": {"type": "object"}, "defer_loading": True} for name in ("a", "b")]
+FOUND: list[dict[str, Any]] = [
+    test_messages.USER,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "search", "input": {}}]},
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "content": [{"type": "tool_reference", "tool_name": name} for name in ("b", "gone")],
+            }
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"), [([test_messages.USER], ["search"]), (FOUND, ["search", "b"])]
+)
+def test_a_deferred_tool_is_in_the_prompt_once_a_result_refers_to_it(
+    messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    body = {"max_tokens": 9, "messages": messages, "tools": [*DEFERRED, SEARCH]}
+    tools = read_messages(msgspec.json.encode(body)).chat.tools or []
+    assert sorted(tool.function.name for tool in tools if tool.function) == sorted(expected)
+
+
+def test_the_model_reads_which_tools_were_loaded() -> None:
+    body = {"max_tokens": 9, "messages": FOUND, "tools": [*DEFERRED, SEARCH]}
+    *_, result = read_messages(msgspec.json.encode(body)).chat.messages
+    assert (result.role, result.content) == ("tool", "Loaded the tool b.\nLoaded the tool gone.\n")
+
+
+@pytest.mark.parametrize("path", [test_messages.PATH, f"{test_messages.PATH}/count_tokens"])
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"name": "a b"}, "tools[2].name"),
+        ({"name": "f", "input_schema": test_responses.DEEP}, "tools[2].input_schema"),
+        ({"name": "s", "type": "web_search_20250305"}, "tools[2]"),
+    ],
+)
+async def test_refusals_count_deferred_tools(rig: Rig, tool: dict[str, Any], param: str, path: str) -> None:
+    body = {"max_tokens": 9, "messages": [test_messages.USER], "tools": [*DEFERRED, tool]}
+    status, answer, _ = await rig.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_a_reference_without_a_name_is_refused(rig: Rig) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference"}]}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
+    status, answer, _ = await rig.post(test_messages.PATH, body)
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].content[0]")
