@@ -54,6 +54,9 @@ class Family:
     # text_config, its tensors under a prefix, and its rope may have sections, whose axes agree for text.
     text_part: bool = False
     head_dim: int | None = None  # default if config.json has none; None: hidden / heads
+    # Defaults of `num_key_value_heads` (None: as many as heads) and `eos_token_id` if config.json has no such key.
+    kv_heads: int | None = None
+    eos: int | None = None
     # Default of `sliding_window` if config.json has no such key, 0: no window; None: the key is not read.
     window: int | None = None
     window_switch: bool = False  # windows only if `use_sliding_window` is true
@@ -86,6 +89,7 @@ QWEN_HYBRID = Family(
     partial_rotary=0.25,
     text_part=True,
     head_dim=256,
+    kv_heads=4,
     gated_delta=False,
 )
 LLAMA = "LlamaForCausalLM"
@@ -112,6 +116,7 @@ GEMMA3 = Family(
     window=4096,
     window_interval=6,
     window_theta=10_000.0,
+    eos=1,
     defaults=GEMMA3_DEFAULTS,
     refused={
         "final_logit_softcapping": "logits are not capped",
@@ -127,13 +132,19 @@ MIXTRAL_DEFAULTS = {
 }
 PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 FAMILIES: Mapping[str, Family] = {
-    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
-    "MistralForCausalLM": Family(window=4096, window_types=True),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias", eos=2),
+    "MistralForCausalLM": Family(window=4096, window_types=True, kv_heads=8, eos=2),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True, kv_heads=32),
     # The layers are Qwen2's; one more is a module of multi-token prediction (mtp_format.py).
-    "MiMoForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    "MiMoForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True, kv_heads=32),
     "Qwen3ForCausalLM": Family(
-        "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
+        "attention_bias",
+        "attention_bias",
+        qk_norm=True,
+        head_dim=128,
+        kv_heads=32,
+        window=4096,
+        windows_by_layer=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         "attention_bias",
@@ -141,25 +152,29 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
         window=4096,
         window_switch=True,
+        kv_heads=4,
         experts=QWEN,
     ),
-    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL, defaults=MIXTRAL_DEFAULTS),
+    "MixtralForCausalLM": Family(window=0, kv_heads=8, eos=2, experts=MIXTRAL, defaults=MIXTRAL_DEFAULTS),
     "Glm4MoeForCausalLM": Family(
         "attention_bias",
         qk_norm="use_qk_norm",
         partial_rotary=0.5,
+        kv_heads=8,
         defaults={"rms_norm_eps": 1e-5, "n_shared_experts": 1},
         experts=DEEPSEEK_V3,
     ),
-    "Qwen3NextForCausalLM": replace(QWEN_HYBRID, text_part=False, gated_delta=True, experts=QWEN_SHARED),
+    "Qwen3NextForCausalLM": replace(
+        QWEN_HYBRID, text_part=False, kv_heads=2, gated_delta=True, experts=QWEN_SHARED
+    ),
     **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), QWEN_HYBRID),
     **dict.fromkeys(
         ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-        replace(QWEN_HYBRID, experts=QWEN_ALL_SHARED),
+        replace(QWEN_HYBRID, kv_heads=2, experts=QWEN_ALL_SHARED),
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
-    "Phi3ForCausalLM": Family(fused=True, partial_rotary=1.0, window=0, defaults=PHI3_DEFAULTS),
+    "Phi3ForCausalLM": Family(fused=True, partial_rotary=1.0, window=0, eos=32_000, defaults=PHI3_DEFAULTS),
     "Olmo2ForCausalLM": Family(
         "attention_bias",
         "attention_bias",
@@ -167,6 +182,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm_whole=True,
         layer_norms=POST_NORM,
         norm_float32=True,
+        eos=50_279,
         defaults={"rms_norm_eps": 1e-5},
     ),
 }

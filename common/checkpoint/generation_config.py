@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.checkpoint.json_fields import Raw, is_finite, shown
+from common.checkpoint.json_fields import Raw, is_finite, positive, shown
 from common.errors import ModelError
 
 MAX_EOS_IDS = 256
@@ -22,15 +22,22 @@ class DefaultSampling:
     top_k: int = 0  # 0: off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # max_new_tokens; None: what the context leaves
 
 
 NO_DEFAULTS = DefaultSampling()
 
 
-def eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...]:
-    """Return the ids of tokens that end a text; generation_config.json has precedence. Raises ModelError."""
+def eos_ids(raw: Raw, generation: Raw, vocab: int, where: str, default: int | None = None) -> tuple[int, ...]:
+    """Return the ids of tokens that end a text; generation_config.json has precedence. Raises ModelError.
+
+    `default` is the id of a family whose files have no such key, also not null.
+    """
     found = generation.get("eos_token_id")
-    found = raw.get("eos_token_id") if found is None else found
+    if found is None and "eos_token_id" in raw:
+        found = raw["eos_token_id"]
+    elif found is None and default is not None and default < vocab:
+        found = default
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if len(ids) > MAX_EOS_IDS:
         raise ModelError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS_IDS} are supported")
@@ -53,10 +60,12 @@ def default_sampling(generation: Raw, where: str) -> DefaultSampling:
             raise ModelError(f"{where}: {key} must be between {low} and {high}, found {shown(value)}")
         return float(value)
 
+    most = generation.get("max_new_tokens")
     return DefaultSampling(
         temperature=number("temperature", 0.0, 1e6, 1.0),
         top_p=number("top_p", 0.0, 1.0, 1.0) or 1.0,  # 0.0 is not a distribution; greedy is temperature 0
         top_k=max(0, int(number("top_k", -1, 1 << 31, 0))),
         min_p=number("min_p", 0.0, 1.0, 0.0),
         repetition_penalty=number("repetition_penalty", 0.01, 10.0, 1.0),
+        max_tokens=None if most is None else positive(generation, "max_new_tokens", where),
     )

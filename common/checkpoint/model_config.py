@@ -196,7 +196,8 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     weights = stored_weights(with_modelopt_file(raw, directory), where)
     hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
     heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
-    kv_heads = positive(raw, "num_key_value_heads", where, heads, MAX_HEADS)
+    shared = None if "num_key_value_heads" in raw else family.kv_heads
+    kv_heads = positive(raw, "num_key_value_heads", where, shared or heads, MAX_HEADS)
     head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads, MAX_WIDTH)
     if heads % kv_heads:
         raise ModelError(
@@ -250,7 +251,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         qk_norm=_option(raw, family.qk_norm, where),
         sliding_windows=windows,
         dtype=_dtype(raw, directory, where),
-        eos_token_ids=eos_ids(raw, generation, vocab, where),
+        eos_token_ids=eos_ids(raw, generation, vocab, where, family.eos),
         default_sampling=default_sampling(generation, str(directory / "generation_config.json")),
         weights=weights,
         layer_kinds=kinds,

@@ -146,7 +146,7 @@ def sampling_params(
             "min_tokens cannot be combined with structured output: the grammar decides where the answer may end",
             param="min_tokens",
         )
-    most = room if max_tokens is None else max_tokens
+    most = _default_length(request, room, defaults) if max_tokens is None else max_tokens
     return SamplingParams(
         max_tokens=most,
         temperature=defaults.temperature
@@ -177,6 +177,13 @@ def sampling_params(
         logprobs=logprobs,
         grammar=grammar,
     )
+
+
+def _default_length(request: SharedFields, room: int, defaults: DefaultSampling) -> int:
+    """Return the most tokens of an answer to a request that does not say."""
+    if defaults.max_tokens is None:
+        return room
+    return min(room, max(defaults.max_tokens, request.min_tokens or 0))
 
 
 def _check_max_tokens(

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers.activations import ACT2FN
 
+from common.checkpoint.families import FAMILIES
 from common.checkpoint.llava_config import LANGUAGE_DEFAULTS, LANGUAGE_MODELS
 from common.checkpoint.model_config import ACTIVATIONS, ModelConfig
 from common.checkpoint.qwen_vl_config import LANGUAGE_DEFAULTS as QWEN_VL_DEFAULTS
@@ -92,6 +93,24 @@ def test_experts_that_a_file_leaves_out(
     sparse = load(tmp_path, architecture, **kept)
     assert sparse == load(tmp_path, architecture, **kept, **left_out)
     assert sparse.experts is not None
+
+
+@pytest.mark.parametrize(
+    "architecture", [name for name in FAMILIES if name.endswith("ForCausalLM") and name != "MiMoForCausalLM"]
+)
+def test_heads_and_end_tokens_that_a_file_leaves_out(architecture: str, tmp_path: Path) -> None:
+    name = architecture.removesuffix("ForCausalLM")
+    made_by = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    whole = {**made_by(head_dim=128).to_dict(), "architectures": [architecture], "dtype": "float32"}
+    for changes in ({}, {"eos_token_id": None}, {"vocab_size": 1}):
+        raw = {
+            key: value for key, value in whole.items() if key not in ("eos_token_id", "num_key_value_heads")
+        }
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **changes}))
+        ours, theirs = ModelConfig.load(tmp_path), made_by.from_pretrained(tmp_path)
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        known = theirs.eos_token_id is not None and theirs.eos_token_id < ours.vocab_size
+        assert ours.eos_token_ids == ((theirs.eos_token_id,) if known else ())
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)

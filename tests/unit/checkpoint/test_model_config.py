@@ -169,10 +169,12 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -
         "top_k": -1,
         "min_p": 0.05,
         "repetition_penalty": 1.05,
+        "max_new_tokens": 512,
+        "max_length": 20,
     }
     config = ModelConfig.load(write(tmp_path, RAW, generation))
     assert config.eos_token_ids == (5, 2)
-    assert config.default_sampling == DefaultSampling(0.6, 0.95, 0, 0.05, 1.05)
+    assert config.default_sampling == DefaultSampling(0.6, 0.95, 0, 0.05, 1.05, 512)
     config = ModelConfig.load(write(tmp_path, {**RAW, "eos_token_id": [7, 8]}, {"eos_token_id": None}))
     assert config.eos_token_ids == (7, 8)
     assert config.default_sampling == DefaultSampling()
@@ -279,7 +281,8 @@ def test_refusals_name_what_was_found_and_what_is_supported(
 
 
 @pytest.mark.parametrize(
-    "generation", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": "5"}, {"temperature": True}]
+    "generation",
+    [{"temperature": -1}, {"top_p": 1.5}, {"top_k": "5"}, {"temperature": True}, {"max_new_tokens": 0}],
 )
 def test_generation_values_out_of_range_are_refused(generation: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json"):

@@ -31,6 +31,20 @@ def test_defaults_of_the_model_and_of_the_request() -> None:
     assert sampling_params(request(temperature=7.5), 10, SERVED, None, "max_tokens", None).temperature == 7.5
 
 
+def test_the_length_of_answers_that_the_model_states_is_a_default() -> None:
+    """Clients that say a length get it, and so do those that say the least one."""
+    model = replace(SERVED, defaults=DefaultSampling(max_tokens=512))
+
+    def of(most: int | None, prompt: int = 10, **fields: object) -> int:
+        return sampling_params(request(**fields), prompt, model, most, "max_tokens", None).max_tokens
+
+    assert of(None) == 512
+    assert of(None, 4000) == 96
+    assert of(7) == 7
+    assert of(1000) == 1000
+    assert of(None, min_tokens=600) == 600
+
+
 def test_penalties_biases_and_the_least_length() -> None:
     found = sampling_params(request(), 10, SERVED, None, "max_tokens", None)
     neutral = (found.min_p, found.repetition_penalty, found.presence_penalty, found.frequency_penalty)
