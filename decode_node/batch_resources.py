@@ -78,7 +78,7 @@ class BatchResources:
     def batch(self) -> StepBatch:
         """Return the requests that have pages for what the step writes; the others skip the step.
 
-        It is empty while the grammar of some request, or a draft from its text, needs the results of a step in flight.
+        It is empty while the masks of some request, or a draft from its text, need the results of a step in flight.
         If some requests skip the step and no pages are about to be freed, one running request is retracted.
         """
         batch: list[DecodeRequest] = []
@@ -88,6 +88,8 @@ class BatchResources:
         # would every later step.
         if any(request.in_flight and self._needs_results_of(request) for request in candidates):
             return StepBatch(batch)
+        for request in candidates:
+            request.masked = request.needs_masks(self._rules.most_tokens)
         width = self._forced_width(candidates)
         tokens = self._rules.tokens_of(width)
         for request in candidates:
@@ -112,7 +114,7 @@ class BatchResources:
 
     def _needs_results_of(self, request: DecodeRequest) -> bool:
         """Return whether its next step needs the tokens of a step whose results are unread."""
-        return self._needs_results or request.matcher is not None
+        return self._needs_results or request.needs_masks(self._rules.most_tokens)
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
         """Find what grammars force next, and return the width of the step for them; 0: a usual one."""

@@ -31,7 +31,7 @@ class ForcedRow(NamedTuple):
     """The known facts about one request before a step."""
 
     forced: int  # tokens that its grammar forces next
-    constrained: bool  # whether it has a grammar
+    constrained: bool  # whether a mask may forbid tokens of its step
 
 
 class ForcedChoice(Protocol):

@@ -35,12 +35,12 @@ def failed_grammars(batch: Sequence[DecodeRequest]) -> Iterator[tuple[DecodeRequ
 
 
 def step_masks(generation: int, batch: Sequence[DecodeRequest], trees: Trees, vocab_size: int) -> Masks:
-    """Compute the masks of a step: one for each node of the trees of requests that have a grammar.
+    """Compute the masks of a step: one for each node of the trees of requests that need any.
 
     A matcher that fails meanwhile allows every token; its request has a `failure` afterwards.
     """
     nodes, width = trees.nodes, mask_width(vocab_size)
-    masked = [index for index, request in enumerate(batch) if request.matcher is not None]
+    masked = [index for index, request in enumerate(batch) if request.masked]
     rows = tuple(index * nodes + node for index in masked for node in range(nodes))
     buffer = bytearray(4 * width * len(rows))
     words = np.frombuffer(buffer, dtype=np.int32).reshape(len(rows), width)

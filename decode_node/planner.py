@@ -23,7 +23,7 @@ def step_plan(
     generation: int,
     moves: Moves = NO_MOVES,
     forced_width: int = 0,
-    variant_of: Callable[[Iterable[SamplingParams]], SamplingVariant] = sampling_variant,
+    variant_of: Callable[[Iterable[SamplingParams], bool], SamplingVariant] = sampling_variant,
 ) -> StepPlan:
     """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only.
 
@@ -51,7 +51,9 @@ def step_plan(
         rows=tuple(rows),
         width=width,
         forced_step=forced_width > 0,
-        sampling=variant_of(request.sampling for request in batch),
+        sampling=variant_of(
+            [request.sampling for request in batch], any(request.masked for request in batch)
+        ),
         drafts=drafts,
         forced=() if drafts or not any(forced) else forced,
         states=_with_states(batch) if rules.hidden_states else (),
@@ -65,11 +67,11 @@ def _with_states(batch: Sequence[DecodeRequest]) -> tuple[int, ...]:
 
 
 def _with_end_token(request: DecodeRequest, drafts: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Add a token that ends the text to the drafts of a constrained request, which the worker pads up to `width`.
+    """Add a token that ends the text to the drafts of a masked request, which the worker pads up to `width`.
 
     Whatever is drawn past it is dropped, so that no masks have to be computed for the padding.
     """
-    if request.matcher is None or len(drafts) == width:
+    if request.matcher is None or not request.masked or len(drafts) == width:
         return drafts
     return (*drafts, request.matcher.end_token)
 
@@ -156,7 +158,7 @@ class Planner:
 
     def most_masks(self, planned: Planned) -> int:
         """Bound the masks that a masked step needs."""
-        constrained = sum(request.matcher is not None for request in planned.batch)
+        constrained = sum(request.masked for request in planned.batch)
         return constrained * self._rules.tokens_of(planned.plan.width)
 
     def work(self, planned: Planned) -> Work:

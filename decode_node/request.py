@@ -75,6 +75,8 @@ class DecodeRequest:
     checks: Sequence[PageCheck] = ()
     compilation: PendingFollower | None = None  # its grammar's, until `matcher` is set
     matcher: Follower | None = None  # has followed the answer so far
+    # Its next step needs masks, which follow from the results of all earlier steps.
+    masked: bool = False
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     drawn_at: float = 0.0  # monotonic seconds when its latest token was drawn, as far as the host can tell
@@ -174,9 +176,14 @@ class DecodeRequest:
             self.sampling = replace(self.sampling, min_tokens=0)
         return reason
 
+    def needs_masks(self, tokens: int) -> bool:
+        """Return whether a mask may forbid tokens that a step of up to `tokens` tokens draws."""
+        unread = self.launched - len(self.output)
+        return self.matcher is not None and self.matcher.unmasked < unread + tokens
+
     @property
     def forced_row(self) -> ForcedRow:
-        return ForcedRow(len(self.forced), self.matcher is not None)
+        return ForcedRow(len(self.forced), self.masked)
 
     @property
     def failure(self) -> RequestError | None:

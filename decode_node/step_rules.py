@@ -111,7 +111,7 @@ class StepRules:
             return
         drafts = self.carried if plan.forced_step else plan.width
         for constrained in (False, True):
-            alike = [each for each in telling if (each.request.matcher is not None) == constrained]
+            alike = [each for each in telling if each.request.masked == constrained]
             if alike:
                 self.forced_choice.observe(constrained, drafts, [len(each.tokens) - 1 for each in alike])
 

@@ -27,11 +27,13 @@ def compiled(
 
 
 def _follow(request: PrefillRequest, vocab_size: int) -> None:
-    """Replay the answer so far, and compute the mask of the next token. Raises RequestError."""
+    """Replay the answer so far, and compute the mask of the next token, if it needs one. Raises RequestError."""
     assert request.compilation is not None
     matcher = request.matcher = request.compilation.matcher()
     request.compilation = None
     matcher.accept(request.keys[request.num_tokens - request.emitted :].tolist())
+    if matcher.unmasked:
+        return
     mask = np.empty((1, mask_width(vocab_size)), dtype=np.int32)
     matcher.fill(mask, 0)
     if matcher.failure is not None:

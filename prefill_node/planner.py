@@ -29,8 +29,10 @@ def prompt_plan(
     stores: tuple[Store, ...] = (),
 ) -> PromptPlan:
     """Return a plan of one forward over chunks of prompts that have pages. Without chunks there is no forward."""
-    finals = [chunk.request.sampling for chunk in chunks if chunk.final]
-    sampling = sampling_variant(finals) if finals else None
+    finals = [chunk.request for chunk in chunks if chunk.final]
+    sampling = None
+    if finals:
+        sampling = sampling_variant([each.sampling for each in finals], any(each.mask for each in finals))
     adjusted = sampling is not None and sampling.adjust is not None
     return PromptPlan(
         generation=generation,

@@ -55,6 +55,11 @@ class Matcher:
         """True once only a token that ends the text may follow."""
         return self.ended or self._state.is_stopped()
 
+    @property
+    def unmasked(self) -> int:
+        """The number of further tokens that are drawn without a mask: none, since a grammar may forbid any."""
+        return 0
+
     def accept(self, tokens: Sequence[int]) -> bool:
         """Advance by tokens that were emitted. Return False, with `failure` set, if the grammar forbids one."""
         for index, token in enumerate(tokens):

@@ -9,7 +9,7 @@ import numpy as np
 from common.errors import InternalError, RequestError
 from common.grammar.matcher import ALL, mask_width
 from common.grammar.nothing_left import GRAMMAR, nothing_left
-from common.grammar.token_rules import Follower
+from common.grammar.token_rules import Follower, forbidding
 from common.messages.generation import SamplingParams
 
 
@@ -33,10 +33,8 @@ def no_token(sampling: SamplingParams, said: int, follower: Follower | None, voc
 
 def _forbidding(sampling: SamplingParams, withholds: bool) -> dict[str, bool]:
     """Say which fields of a request forbid tokens. `withholds`: its answer is shorter than `min_tokens`."""
-    rules = sampling.token_rules
     return {
-        "allowed_token_ids": rules is not None and bool(rules.allowed),
-        "bad_words": rules is not None and bool(rules.bad_words),
+        **forbidding(sampling.token_rules),
         "min_tokens": withholds,
         "logit_bias": any(bias == -math.inf for _, bias in sampling.logit_bias),
         GRAMMAR: bool(sampling.grammar),

@@ -1,4 +1,6 @@
-"""Tokens that a request allows or forbids independently of a grammar: `allowed_token_ids` and `bad_words`.
+"""Tokens that a request allows, forbids or forces independently of a grammar.
+
+They are `allowed_token_ids`, `bad_words` and the limit of reasoning tokens, `thinking_token_budget`.
 
 They act like a grammar: every draw is masked, including the first token and each node of a draft tree, and another node
 replays the answer before it goes on. If a request has rules and a grammar, a token must satisfy both.
@@ -16,6 +18,7 @@ from common.errors import RequestError
 from common.grammar.grammars import Grammars
 from common.grammar.matcher import ALL, Masks, Matcher, mask_width
 from common.grammar.nothing_left import GRAMMAR, nothing_left
+from common.grammar.thinking_budget import NEVER, OVER, Place, ThinkingBudget
 from common.messages.generation import SamplingParams, TokenRules
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -30,6 +33,11 @@ class Follower(Protocol):
     def end_token(self) -> int: ...
     @property
     def stopped(self) -> bool: ...
+    @property
+    def unmasked(self) -> int:
+        """The number of further tokens that are drawn without a mask, whichever they are."""
+        ...
+
     def accept(self, tokens: Sequence[int]) -> bool: ...
     def forced(self, limit: int) -> list[int]: ...
     def fill(self, masks: Masks, row: int) -> None: ...
@@ -48,17 +56,17 @@ class PendingFollower(Protocol):
 class RuleFollower:
     """Follows an answer under rules, and under a grammar if it has one.
 
+    Once an answer has as many reasoning tokens as its limit allows, only the marker that ends reasoning may follow.
+
     A bad word of several tokens is forbidden by masking its last token where the answer ends with the others, as in
     vLLM. The prompt does not count.
     """
 
     def __init__(self, rules: TokenRules, grammar: Matcher | None, vocab_size: int) -> None:
         self._grammar = grammar
-        self._forbidding = {
-            "allowed_token_ids": bool(rules.allowed),
-            "bad_words": bool(rules.bad_words),
-            GRAMMAR: grammar is not None,
-        }
+        self._rules = rules
+        self._budget = None if rules.thinking is None else ThinkingBudget(rules.thinking)
+        self._place = OVER if self._budget is None else self._budget.start
         self._always = _allowed(rules, vocab_size)
         # last token of the beginning of a bad word -> (beginning, last token) of each such word
         self._words: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
@@ -82,12 +90,22 @@ class RuleFollower:
     def stopped(self) -> bool:
         return self._grammar is not None and self._grammar.stopped
 
+    @property
+    def unmasked(self) -> int:
+        if self._grammar is not None or self._rules.allowed or self._rules.bad_words:
+            return 0
+        return NEVER if self._budget is None else self._budget.unmasked(self._place)
+
     def accept(self, tokens: Sequence[int]) -> bool:
         if self._longest:
             self._said = [*self._said, *tokens][-self._longest :]
+        for token in tokens:
+            self._place = self._after(self._place, token)
         return self._grammar is None or self._grammar.accept(tokens)
 
     def forced(self, limit: int) -> list[int]:
+        if self._budget is not None and self._budget.forces(self._place):
+            return [self._budget.end][:limit]
         return [] if self._grammar is None else self._grammar.forced(limit)
 
     def fill(self, masks: Masks, row: int) -> None:
@@ -96,7 +114,7 @@ class RuleFollower:
             masks[row] = ALL
         else:
             self._grammar.fill(masks, row)
-        self._apply(masks, row, self._said)
+        self._apply(masks, row, self._said, self._place)
         self._check(masks, row)
 
     def fill_tree(self, masks: Masks, first_row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
@@ -105,26 +123,37 @@ class RuleFollower:
             masks[first_row : first_row + len(tokens)] = ALL
         else:
             self._grammar.fill_tree(masks, first_row, tokens, parents)
+        places = [self._place]
         for node in range(len(tokens)):
+            if node:
+                places.append(self._after(places[parents[node]], tokens[node]))
             path, at = list[int](), node
             while at > 0 and len(path) < self._longest:
                 path.append(tokens[at])
                 at = parents[at]
             said = [*self._said, *reversed(path)] if self._words else []
-            self._apply(masks, first_row + node, said)
+            self._apply(masks, first_row + node, said, places[node])
         self._check(masks, first_row)
 
-    def _apply(self, masks: Masks, row: int, said: Sequence[int]) -> None:
-        """Forbid what the rules forbid after an answer that ends with `said`."""
+    def _after(self, place: Place, token: int) -> Place:
+        return place if self._budget is None else self._budget.after(place, token)
+
+    def _apply(self, masks: Masks, row: int, said: Sequence[int], place: Place) -> None:
+        """Forbid what the rules forbid after an answer that ends with `said`, in this place."""
         masks[row] &= self._always
         for begin, last in self._words.get(said[-1], ()) if said else ():
             if tuple(said[-len(begin) :]) == begin:
                 masks[row, last // 32] &= ~_bit(last)
+        if self._budget is not None and self._budget.forces(place):
+            end = self._budget.end
+            left = masks[row, end // 32] & _bit(end)
+            masks[row] = 0
+            masks[row, end // 32] = left
 
     def _check(self, masks: Masks, row: int) -> None:
         if self.failure is None and not masks[row].any():
             masks[row] = ALL
-            self._empty = nothing_left(self._forbidding)
+            self._empty = nothing_left({**forbidding(self._rules), GRAMMAR: self._grammar is not None})
 
 
 class _Ready:
@@ -168,6 +197,17 @@ def constraint_of(
     if compilation is None:
         return _Ready(RuleFollower(rules, None, vocab_size))
     return _WithRules(compilation, rules, vocab_size)
+
+
+def forbidding(rules: TokenRules | None) -> dict[str, bool]:
+    """Say which fields that lead to rules forbid tokens; see `nothing_left`."""
+    if rules is None:
+        return {}
+    return {
+        "allowed_token_ids": bool(rules.allowed),
+        "bad_words": bool(rules.bad_words),
+        "thinking_token_budget": rules.thinking is not None,
+    }
 
 
 def _allowed(rules: TokenRules, vocab_size: int) -> Words:

@@ -62,17 +62,29 @@ MAX_BAD_WORD = 64  # tokens
 BadWord = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD)]
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
+    """The most tokens of reasoning at the beginning of an answer; `end` follows them, whatever the model prefers."""
+
+    tokens: Count
+    begin: TokenId  # opens the reasoning
+    end: TokenId
+    # None: the answer opens its reasoning itself, if it has any. n: the prompt does, and has n tokens of it.
+    spent: Count | None = None
+
+
 class TokenRules(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that may be drawn, and sequences of them that may not."""
 
     allowed: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ALLOWED)] = ()  # (): all
     # The last token of each is not drawn after the others.
     bad_words: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)] = ()
+    thinking: ThinkingLimit | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens that it names."""
-        return (*self.allowed, *(token for word in self.bad_words for token in word))
+        markers = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
+        return (*self.allowed, *(token for word in self.bad_words for token in word), *markers)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

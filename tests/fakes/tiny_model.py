@@ -24,7 +24,8 @@ from common.engine.models.model_registry import build_model
 from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample
 from common.engine.sampling.sampling_plan import finish_reason
 from common.grammar import Matcher
-from common.messages.generation import FINISH_STOP, SamplingParams, TokenRules
+from common.grammar.thinking_budget import LEAD
+from common.messages.generation import FINISH_STOP, SamplingParams, ThinkingLimit, TokenRules
 from tests.fakes import tiny_grammar
 from tests.fakes.pools import model_pool
 
@@ -153,7 +154,19 @@ def ruled(logits: torch.Tensor, output: list[int], rules: TokenRules) -> torch.T
     for *begin, last in rules.bad_words:
         if not begin or output[-len(begin) :] == begin:
             out[last] = -torch.inf
+    if rules.thinking is not None and thought_enough(output, rules.thinking):
+        out[[token for token in range(VOCAB) if token != rules.thinking.end]] = -torch.inf
     return out[None]
+
+
+def thought_enough(output: list[int], limit: ThinkingLimit) -> bool:
+    """Return whether the reasoning at the beginning of an answer is open and has as many tokens as it may have."""
+    thought, rest = limit.spent or 0, output
+    if limit.spent is None:
+        if limit.begin not in output[: LEAD + 1]:
+            return False
+        rest = output[output.index(limit.begin) + 1 :]
+    return limit.end not in rest and thought + len(rest) >= limit.tokens
 
 
 def allowed_only(logits: torch.Tensor, matcher: Matcher) -> torch.Tensor:

@@ -34,17 +34,20 @@ class SamplingVariant:
     any_filter: bool
     num_logprobs: int | None
     adjust: AdjustmentFacts | None = None  # None: no logit is adjusted
-    masked: bool = False  # some request has a grammar or token rules, so the draws wait for its mask
+    # A grammar or token rules may forbid tokens of some request: the draws wait for its mask.
+    masked: bool = False
 
 
-def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
-    """Return the variant with the least work that serves every request of the batch."""
+def sampling_variant(params: Iterable[SamplingParams], masked: bool = False) -> SamplingVariant:
+    """Return the variant with the least work that serves every request of the batch.
+
+    `masked`: whether some request needs a mask, which its parameters alone do not say.
+    """
     params = list(params)
-    all_greedy, any_filter, masked, logprobs = True, False, False, -1
+    all_greedy, any_filter, logprobs = True, False, -1
     for each in params:
         all_greedy = all_greedy and each.greedy
         any_filter = any_filter or each.filtered
-        masked = masked or bool(each.grammar or each.token_rules)
         if each.logprobs is not None:
             logprobs = max(logprobs, each.logprobs)
     return SamplingVariant(
@@ -63,13 +66,13 @@ class LatestVariant:
         self._params: list[SamplingParams] = []
         self._variant = sampling_variant(())
 
-    def of(self, params: Iterable[SamplingParams]) -> SamplingVariant:
-        """Return `sampling_variant` of the same parameters."""
+    def of(self, params: Iterable[SamplingParams], masked: bool = False) -> SamplingVariant:
+        """Return `sampling_variant` of the same arguments."""
         params = list(params)
         # The comparison of two lists takes the same objects as equal, so a step of the same requests costs next to
         # nothing.
-        if params != self._params:
-            self._params, self._variant = params, sampling_variant(params)
+        if params != self._params or masked != self._variant.masked:
+            self._params, self._variant = params, sampling_variant(params, masked)
         return self._variant
 
 

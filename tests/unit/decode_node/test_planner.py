@@ -71,6 +71,7 @@ def request(room: int, forced: tuple[int, ...] = (), matcher: Any = None, **samp
         launched=1,
         forced=forced,
         matcher=matcher,
+        masked=matcher is not None,
     )
     space = PageSpace(4, 9, NoPrefixCache())
     made.lease = space.lease(space.keys(made.prompt), 2, 0)

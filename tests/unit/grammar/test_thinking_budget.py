@@ -1,0 +1,119 @@
+"""The limit of reasoning tokens: where an answer is, which token follows, and how long no mask is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequest
+from common.grammar import mask_width
+from common.grammar.thinking_budget import LEAD, NEVER
+from common.grammar.token_rules import RuleFollower
+from common.messages.generation import ThinkingLimit, TokenRules
+from tests.fakes.tiny_grammar import GRAMMARS, VOCAB, matcher
+
+BEGIN, END, WORD = 40, 33, 7  # of 64 tokens
+EVERYTHING = set(range(VOCAB))
+
+
+def follower(tokens: int, spent: int | None = None, said: Sequence[int] = ()) -> RuleFollower:
+    """Return the follower of an answer under a limit of `tokens` that has said `said`."""
+    made = RuleFollower(TokenRules(thinking=ThinkingLimit(tokens, BEGIN, END, spent)), None, VOCAB)
+    assert made.accept(said)
+    return made
+
+
+def next_tokens(followed: RuleFollower) -> set[int]:
+    masks = np.zeros((1, mask_width(VOCAB)), dtype=np.int32)
+    followed.fill(masks, 0)
+    return bits(masks, 0)
+
+
+def bits(masks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], row: int) -> set[int]:
+    return {token for token in range(VOCAB) if int(masks[row, token // 32]) >> (token % 32) & 1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spent", "said", "unmasked"),
+    [
+        (0, 0, [], 0),
+        (3, 0, [], 3),
+        (3, 2, [], 1),
+        (3, 9, [], 0),
+        (3, 0, [WORD, WORD], 1),
+        (3, 0, [WORD, WORD, WORD], 0),
+        (3, 0, [WORD, BEGIN, WORD], 0),
+        (3, 0, [WORD, END], NEVER),
+        (3, 0, [WORD] * 3 + [END], NEVER),
+        (3, 0, [END, BEGIN, WORD, WORD, WORD], NEVER),
+        (0, None, [], 1),
+        (0, None, [BEGIN], 0),
+        (3, None, [], 4),
+        (3, None, [WORD] * LEAD, 4),
+        (3, None, [WORD] * LEAD + [BEGIN, WORD], 2),
+        (3, None, [WORD] * (LEAD + 1), NEVER),
+        (3, None, [WORD] * (LEAD + 1) + [BEGIN] + [WORD] * 9, NEVER),
+        (3, None, [END, BEGIN, WORD, WORD, WORD], 0),
+    ],
+)
+def test_only_the_marker_follows_as_many_tokens_as_the_limit_allows(
+    tokens: int, spent: int | None, said: list[int], unmasked: int
+) -> None:
+    """One section of reasoning counts, at the beginning of the answer."""
+    followed = follower(tokens, spent, said)
+    assert followed.unmasked == unmasked
+    assert next_tokens(followed) == (EVERYTHING if unmasked else {END})
+    assert followed.forced(4) == ([] if unmasked else [END])
+    assert followed.failure is None
+    assert not followed.stopped
+
+
+def test_without_a_mask_no_token_is_forbidden_whatever_is_drawn() -> None:
+    """From every beginning, `unmasked` is the least number of tokens after which the marker is forced."""
+    for spent in (0, None):
+        for first in (WORD, BEGIN, END):
+            followed = follower(2, spent, [first])
+            if followed.unmasked == NEVER:
+                continue
+            ways = [list[int]()]
+            for _ in range(followed.unmasked):
+                assert all(next_tokens(follower(2, spent, [first, *way])) == EVERYTHING for way in ways), (
+                    spent,
+                    first,
+                )
+                ways = [[*way, token] for way in ways for token in (WORD, BEGIN, END)]
+            assert any(next_tokens(follower(2, spent, [first, *way])) == {END} for way in ways)
+
+
+def test_each_node_of_a_tree_has_the_place_of_its_path() -> None:
+    followed = follower(3, 0, [WORD, WORD])
+    tokens, parents = [WORD, WORD, END, 9, END, BEGIN], [-1, 0, 0, 1, 1, 2]
+    masks = np.zeros((8, mask_width(VOCAB)), dtype=np.int32)
+    followed.fill_tree(masks, 1, tokens, parents)
+    expected = [EVERYTHING, {END}, EVERYTHING, {END}, EVERYTHING, EVERYTHING]
+    assert [bits(masks, 1 + node) for node in range(6)] == expected
+    assert not masks[0].any()
+    assert not masks[7].any()
+    assert next_tokens(followed) == EVERYTHING, "drafts are not part of the answer"
+
+
+def test_rules_and_grammars_need_masks_all_the_time() -> None:
+    limit = ThinkingLimit(3, BEGIN, END, 0)
+    assert RuleFollower(TokenRules((END, WORD), thinking=limit), None, VOCAB).unmasked == 0
+    assert RuleFollower(TokenRules((), ((WORD,),), limit), None, VOCAB).unmasked == 0
+    grammar = matcher(GRAMMARS["words"])
+    assert grammar.unmasked == 0
+    assert RuleFollower(TokenRules(thinking=limit), grammar, VOCAB).unmasked == 0
+    assert RuleFollower(TokenRules(), None, VOCAB).unmasked == NEVER
+
+
+def test_the_limit_is_named_if_the_marker_may_not_follow() -> None:
+    rules = TokenRules((WORD,), thinking=ThinkingLimit(1, BEGIN, END, 0))
+    followed = RuleFollower(rules, None, VOCAB)
+    assert next_tokens(followed) == {WORD}
+    assert followed.accept([WORD])
+    assert next_tokens(followed) == EVERYTHING, "a failed follower allows every token"
+    assert isinstance(followed.failure, InvalidRequest)
+    assert "allowed_token_ids and thinking_token_budget together" in str(followed.failure)
