@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
+from common.messages.generation import ThinkingLimit
 from router.answers.assistant_format import AnswerHead, AssistantFormat, Shown
 from router.answers.openai_responses import ChatFormat
 from router.chat.answer_parser import AnswerParser
@@ -14,6 +15,7 @@ from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import Thought
 from router.grammar.constraint import Constraint, End, JsonSchema, Lark
 from router.requests.chat_rules import ChatRules
+from router.requests.thinking_budget import refuse_constrained
 from router.tokens.tokenizer import Tokenizer
 
 
@@ -25,8 +27,9 @@ class ChatAnswer:
     ) -> None:
         self._rules = rules
         self._style = style
+        self._prompt = prompt
         self._prefix = ""
-        if rules.parsed:
+        if rules.parsed or rules.reasoning.budget is not None:
             self._prefix = style.prefix(prompt, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
 
     @property
@@ -58,6 +61,21 @@ class ChatAnswer:
             )
         # What may not compile is the schema of a tool.
         return Constraint("tools", Lark(grammar.lark, grammar.schemas))
+
+    def thinking_limit(self, grammar: str) -> ThinkingLimit | None:
+        """Return the limit of reasoning tokens; None without one, or if the prompt is past the reasoning.
+
+        `grammar` constrains the answer. Raises InvalidRequest if it leaves no room for reasoning.
+        """
+        budget = self._rules.reasoning.budget
+        if budget is None:
+            return None
+        thought = self._style.thought(self._prefix)
+        if thought is Thought.NONE:
+            return None
+        if not self._rules.reasoning.separated:
+            refuse_constrained(budget, grammar)
+        return self._style.thinking_limit(budget.tokens, self._prompt, thought is Thought.OPEN)
 
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
         """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""

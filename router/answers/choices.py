@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
-from common.messages.generation import TokenRules
+from common.messages.generation import ThinkingLimit, TokenRules
 from router.answers.prompt_pieces import PromptOnly, ShownPrompt
 from router.dispatch.generation import GenerationRequest, PromptBatch, PromptImage
 from router.dispatch.shared_prompt import shares
@@ -25,6 +25,7 @@ from router.requests.checks import (
 from router.requests.choice_count import choice_count, samplings
 from router.requests.hidden_states import answer_states
 from router.requests.openai_schema import CompletionRequest, SharedFields, check_stops
+from router.requests.thinking_budget import with_limit
 from router.tokens.text_stream import TextStream
 from router.tokens.tokenizer import Tokenizer
 from router.tracing.traces import trace_key
@@ -52,6 +53,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     index: int = 0  # among the prompts of the request
     images: tuple[PromptImage, ...] = ()
     text: str | None = None  # without special tokens; None: the client sent token ids or messages
+    thinking: ThinkingLimit | None = None  # of the answer
     identity: str | None = None  # its own id; None: its answers are numbered under that of the request
 
 
@@ -101,6 +103,8 @@ class ChoiceMaker:
         sampling = sampling_params(
             body, len(tokens), model, wanted, options.max_field, logprobs, options.grammar
         )
+        if prompt.thinking is not None:
+            rules = with_limit(rules, prompt.thinking)
         if rules is not None:
             sampling = replace(sampling, token_rules=rules)
         echo = isinstance(body, CompletionRequest) and body.echo

@@ -34,7 +34,6 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     # refused unless they have no effect: see _SAMPLING_NEUTRAL
     stop_regex: Any = None
     spaces_between_special_tokens: Any = None
-    custom_params: Any = None
     stream_interval: Any = None
 
 
@@ -116,7 +115,6 @@ _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([],),
     # Fast tokenizers, the only ones here, write no spaces either way.
     "spaces_between_special_tokens": (True, False),
-    "custom_params": ({},),
     "stream_interval": (1,),
 }
 

@@ -20,6 +20,7 @@ NAMES = {
     "stop": "stop_sequences",
     "continue_final_message": "messages",
     "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format.schema",
     "tool_choice.function": "tool_choice",
@@ -72,11 +73,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """The switch by which the model reasons before it answers. `budget_tokens` is not enforced."""
+    """The switch by which the model reasons before it answers."""
 
     type: str
     budget_tokens: int | None = None
     display: str | None = None  # omitted: the answer has no reasoning
+
+    @property
+    def budget(self) -> int | None:
+        """The most tokens of reasoning; None: any number."""
+        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -164,6 +170,7 @@ def read_messages(raw: bytes | bytearray) -> MessagesTask:
         "top_p": request.top_p,
         "top_k": request.top_k,
         "cache_salt": request.cache_salt,
+        "thinking_token_budget": None if request.thinking is None else request.thinking.budget,
     }
     return _task(request, fields)
 

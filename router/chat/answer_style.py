@@ -14,6 +14,7 @@ from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import InternalError, ModelError
+from common.messages.generation import ThinkingLimit
 from router.chat.answer_parser import AnswerParser
 from router.chat.call_formats import CallFormat
 from router.chat.call_grammar import Thought
@@ -59,6 +60,21 @@ class AnswerStyle:
                 begin, end = region.open.only, region.close.only
                 return None if begin is None or end is None else (begin, end)
         return None
+
+    @property
+    def think_tokens(self) -> tuple[int, int] | None:
+        """The markers around reasoning, if each is a token of its own."""
+        begin, end = (self.special.get(marker) for marker in self.think or ("", ""))
+        return None if begin is None or end is None else (begin, end)
+
+    def thinking_limit(self, tokens: int, prompt: Sequence[int], opened: bool) -> ThinkingLimit:
+        """Return a limit of reasoning tokens. `opened`: the prompt opens the reasoning, and has some of its tokens."""
+        assert self.think_tokens is not None
+        begin, end = self.think_tokens
+        spent = None
+        if opened:
+            spent = next((count for count, token in enumerate(reversed(prompt)) if token == begin), 0)
+        return ThinkingLimit(tokens, begin, end, spent)
 
     def thought(self, prefix: str) -> Thought:
         """Return where the answer's message is after `prefix`."""

@@ -70,10 +70,11 @@ class ChatToolChoice(msgspec.Struct, frozen=True):
 
 
 class ReasoningSwitch(msgspec.Struct, frozen=True):
-    """The switches of reasoning in one object, as SGLang takes them; a budget of tokens is not enforced."""
+    """The switches of reasoning in one object, as SGLang takes them."""
 
     effort: str | None = None  # before reasoning_effort
     enabled: bool | None = None  # sets enable_thinking and thinking
+    max_tokens: int | None = None  # OpenRouter's name for thinking_token_budget
     exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
 
 

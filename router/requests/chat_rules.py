@@ -20,6 +20,7 @@ from router.requests.chat_fields import (
     template_variables,
 )
 from router.requests.openai_schema import ChatRequest
+from router.requests.thinking_budget import Budget, asked_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ReasoningRules:
     separated: bool  # from the content
     shown: bool  # separated reasoning is part of the answer
     streamed: bool  # a stream shows reasoning while it is generated
+    budget: Budget | None = None  # of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
             separated=reasons and request.separate_reasoning is not False,
             shown=request.include_reasoning is not False and not hidden,
             streamed=request.stream_reasoning is not False,
+            budget=asked_budget(request, style),
         ),
         CallRules(
             tools=known,

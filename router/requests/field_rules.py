@@ -60,7 +60,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
     "custom_labels": ({},),
     "custom_logit_processor": (),
-    "custom_params": ({},),
     "data_parallel_rank": (),
     "disagg_prefill_dp_rank": (),
     "echo": (False,),  # in a chat
@@ -97,7 +96,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "stop_regex": ([],),
     "task": (),
-    "thinking_token_budget": (),
     "use_audio_in_video": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),

@@ -5,6 +5,12 @@ from __future__ import annotations
 import msgspec
 
 
+class CustomParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's parameters of logits processors, of which its limit of reasoning tokens is served."""
+
+    thinking_budget: int | None = None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields with the same name and meaning in chats, completions, /v1/responses and SGLang's `sampling_params`."""
 
@@ -20,3 +26,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # The most tokens of reasoning, as in vLLM; -1: no limit. SGLang has it in custom_params.
+    thinking_token_budget: int | None = None
+    custom_params: CustomParams | None = None

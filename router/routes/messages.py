@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from router.apis.messages_answer import MessagesForm, TokenCount
@@ -29,9 +30,13 @@ class MessagesRoutes(TranslatedRoutes):
         async with received(request) as memory:
             with renamed_fields(NAMES):
                 task = await self._texts.read_task(READER, memory.take())
-                show = partial(MessagesForm, request[request_id_key], self._model().name)
+                model, chat = self._model(), task.chat
+                if model.answers.think_tokens is None:
+                    # Clients must send a budget to switch thinking on, also for a model that does not think.
+                    chat = msgspec.structs.replace(chat, thinking_token_budget=None)
+                show = partial(MessagesForm, request[request_id_key], model.name)
                 with renamed_fields(task.places):
-                    return await self._openai.answer_chat(request, task.chat, memory, show)
+                    return await self._openai.answer_chat(request, chat, memory, show)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.count(request, COUNT, NAMES, TokenCount)

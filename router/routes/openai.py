@@ -54,6 +54,7 @@ from router.requests.openai_schema import (
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
+from router.requests.thinking_budget import completion_limit
 from router.routes.request_counter import RequestCounter
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
@@ -145,7 +146,7 @@ class OpenAiRoutes:
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
         rules = await token_rules(body, model, self._texts)
         options = AnswerOptions(max_field, logprobs, grammar, rules, answer.kept)
-        asked = Prompt(prompt, images=rendered.placed)
+        asked = Prompt(prompt, images=rendered.placed, thinking=answer.thinking_limit(grammar))
         choices = self._maker.make(request, body, model, options, asked, PromptBatch())
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
@@ -218,12 +219,14 @@ class OpenAiRoutes:
             text = prompt if isinstance(prompt := given[index], str) else None
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            asked = Prompt(ids, index, text=text, identity=identities[index] if identities else None)
             try:
                 if options is None or own is not None:
                     grammar = await self._texts.grammar(read_constraint(fields), model)
                     rules = await token_rules(fields, model, self._texts)
                     options = AnswerOptions("max_tokens", logprobs, grammar, rules)
+                limit = completion_limit(fields, model.answers, ids, options.grammar)
+                own_id = identities[index] if identities else None
+                asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)
             except InvalidRequest as error:
                 if own is None:

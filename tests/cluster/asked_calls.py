@@ -130,6 +130,8 @@ def asked_chats(name: str) -> list[AskedChat]:
         body["tool_choice"] = {"type": "function", "function": function}
     if draw.random() < 0.25:
         body["chat_template_kwargs"] = {"enable_thinking": False}
+    if draw.random() < 0.5:
+        body["thinking_token_budget"] = draw.randint(0, 12)
     seeded = {"temperature": 1.0, "seed": draw.getrandbits(62), "stream": True}
     return [AskedChat(name, choice, body | more) for more in ({"temperature": 0.0, "seed": 0}, seeded)]
 
@@ -189,10 +191,12 @@ class Judge:
 
     def _question(self, asked: AskedChat, prompt: list[int]) -> Question:
         rules = check_chat(msgspec.convert(asked.body, ChatRequest), self._style)
-        constraint = ChatAnswer(rules, self._style, prompt, self._tokenizer).constraint(None)
+        expected = ChatAnswer(rules, self._style, prompt, self._tokenizer)
+        constraint = expected.constraint(None)
         grammar = None if constraint is None else self._grammars.compile(constraint, *self._vocab)
         temperature, seed = asked.body["temperature"], asked.body["seed"]
-        return Question(prompt, {}, temperature, seed, SAID, grammar)
+        thinking = expected.thinking_limit(grammar or "")
+        return Question(prompt, {}, temperature, seed, SAID, grammar, thinking)
 
     def _problem(self, kind: str, asked: AskedChat, told: str) -> None:
         self.counts[kind] += 1

@@ -3,10 +3,10 @@
     python -m tests.cluster.check_tool_calls [--chats 100] [--first 0] [--drafter none ...] [--setting kill ...]
 
 Every chat has a drawn question, in some with the results of its calls, and tools that the answer may call, must call,
-or whose schemas are strict. It is asked for twice: greedily and whole, and streamed with a seed at temperature 1. The
-calls of an answer must be those that its tokens spell, and fit the declared schemas unless the model chooses freely.
-The settings are those of check_grammars. It prints a line of JSON per cluster; the exit code is 1 if there is a
-problem.
+or whose schemas are strict; half of them limit the tokens of reasoning. It is asked for twice: greedily and whole, and
+streamed with a seed at temperature 1. The calls of an answer must be those that its tokens spell, and fit the declared
+schemas unless the model chooses freely. The settings are those of check_grammars. It prints a line of JSON per cluster;
+the exit code is 1 if there is a problem.
 """
 
 from __future__ import annotations

@@ -21,12 +21,14 @@ from common.engine.ops.philox import token_words
 from common.engine.ops.sample_tokens import gumbel
 from common.grammar import mask_width
 from common.grammar.model_tokenizer import compiler_for
+from common.messages.generation import ThinkingLimit
 from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.shapes import FAMILIES
 from router.grammar.grammar_text import grammar_text
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.read_constraint import read_constraint
 from tests.cluster.check_families import shipped
+from tests.fakes.tiny_model import thought_enough
 
 # Of logits, relative to the noise of a draw: forwards of other shapes round differently.
 NEAR_TIE = 1e-3
@@ -42,6 +44,7 @@ class Question:
     seed: int
     max_tokens: int
     grammar: str | None = None  # what chats constrain in other ways
+    thinking: ThinkingLimit | None = None
 
     def constraint(self) -> str | None:
         """Return the grammar; None if the answer is free."""
@@ -77,6 +80,10 @@ class MaskedReference:
         """Compare an answer; `finish` is its finish reason."""
         ids = answer[:-1] if answer and answer[-1] in self._eos else answer
         allowed, over = self._allowed(asked.constraint(), ids)
+        if asked.thinking is not None:
+            end = asked.thinking.end
+            rows = [row for row in range(len(ids) + 1) if thought_enough(ids[:row], asked.thinking)]
+            allowed[rows, :end] = allowed[rows, end + 1 :] = False
         logits = self._model(torch.tensor([asked.prompt + ids])).logits[0, len(asked.prompt) - 1 :]
         scores = self._scores(logits.float().masked_fill(~allowed, -torch.inf), asked)
         drawn = scores.argmax(-1).tolist()

@@ -58,9 +58,9 @@ async def test_names_inside_sampling_params(rig: Rig, serve: Serve, caplog: pyte
     assert warned(caplog) == ["sampling_params.max_tokens"]
     for none in list[dict[str, Any] | None]((None, {})):
         assert (await rig.post("/generate", {"text": "x", "sampling_params": none}))[0] == 200
-    wrong = {"text": "x", "sampling_params": {"thinking_token_budget": 5}}
+    wrong = {"text": "x", "sampling_params": {"watermarking": True}}
     status, answer, _ = await rig.post("/generate", wrong)
-    assert (status, answer["error"]["param"]) == (400, "sampling_params.thinking_token_budget")
+    assert (status, answer["error"]["param"]) == (400, "sampling_params.watermarking")
     strict = await serve(strict_fields=True)
     status, answer, _ = await strict.post("/generate", body)
     assert (status, answer["error"]["param"]) == (400, "sampling_params.max_tokens")

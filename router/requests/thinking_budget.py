@@ -1,0 +1,92 @@
+"""The most tokens of reasoning that a request allows, under the names of several APIs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest
+from common.messages.generation import ThinkingLimit, TokenRules
+from router.chat.answer_style import AnswerStyle
+from router.requests.openai_schema import ChatRequest, SharedFields, TokenIds
+
+NO_LIMIT = -1  # as in vLLM
+MOST = (1 << 31) - 1
+
+
+class Budget(NamedTuple):
+    """The most tokens of reasoning, and the field that says so."""
+
+    tokens: int
+    field: str
+
+
+def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
+    """Return the lowest of the limits that a request sets; None without any.
+
+    Raises InvalidRequest, which names the field, for a limit that cannot be enforced in answers of this style.
+    """
+    given = {"thinking_token_budget": request.thinking_token_budget}
+    if request.custom_params is not None:
+        given["custom_params.thinking_budget"] = request.custom_params.thinking_budget
+    if isinstance(request, ChatRequest) and request.reasoning is not None:
+        given["reasoning.max_tokens"] = request.reasoning.max_tokens
+    budgets = list[Budget]()
+    for field, tokens in given.items():
+        if tokens is None or tokens == NO_LIMIT:
+            continue
+        if not 0 <= tokens <= MOST:
+            raise InvalidRequest(f"{field} must be from 0 to {MOST}, or -1 for no limit", param=field)
+        if style.think_tokens is None:
+            raise InvalidRequest(f"{field} cannot be enforced: {_obstacle(style)}; leave it out", param=field)
+        budgets.append(Budget(tokens, field))
+    return min(budgets, default=None)
+
+
+def completion_limit(
+    request: SharedFields, style: AnswerStyle, prompt: TokenIds, grammar: str
+) -> ThinkingLimit | None:
+    """Return the limit of the answer to a prompt that is no chat; None without one. Raises InvalidRequest.
+
+    The prompt opens the reasoning if its last marker does.
+    """
+    budget = asked_budget(request, style)
+    if budget is None or style.think_tokens is None:
+        return None
+    refuse_constrained(budget, grammar)
+    last = next((token for token in reversed(prompt) if token in style.think_tokens), None)
+    return style.thinking_limit(budget.tokens, prompt, last == style.think_tokens[0])
+
+
+def refuse_constrained(budget: Budget, grammar: str) -> None:
+    """Raise InvalidRequest if there is a grammar, for answers that it constrains from their first token on."""
+    if grammar:
+        raise InvalidRequest(
+            f"{budget.field} cannot be combined with structured output here, which leaves no room for reasoning: send "
+            "a chat without separate_reasoning: false, where it begins after the reasoning",
+            param=budget.field,
+        )
+
+
+def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:
+    """Return rules with a limit of reasoning tokens. Raises InvalidRequest if they forbid the marker that ends it."""
+    rules = TokenRules() if rules is None else rules
+    field = None
+    if rules.allowed and limit.end not in rules.allowed:
+        field = "allowed_token_ids"
+    elif (limit.end,) in rules.bad_words:
+        field = "bad_words"
+    if field is not None:
+        raise InvalidRequest(
+            f"{field} forbids token {limit.end}, which ends the reasoning once it has as many tokens as the request "
+            "allows",
+            param=field,
+        )
+    return replace(rules, thinking=limit)
+
+
+def _obstacle(style: AnswerStyle) -> str:
+    if style.template is None or not style.template.reasons:
+        return "this model has no response template with reasoning (model.response_template)"
+    return "the markers of this model's reasoning are not single tokens"

@@ -1,0 +1,181 @@
+"""Limits of reasoning tokens over HTTP, under every name: what the nodes get, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.messages.generation import ThinkingLimit
+from router.chat.answer_style import PLAIN, AnswerStyle
+from router.chat.call_formats import CALL_FORMATS
+from router.tokens.tokenizer import Tokenizer
+from tests.unit.router.chat.wire_formats import TOOLS, template_of
+from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.scripted_generator import one_by_one
+
+CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    TEXT: {"prompt": "Hi"},
+    GENERATE: {"text": "Hi"},
+    RESPONSES: {"input": "Hi"},
+    MESSAGES: {"messages": HELLO, "max_tokens": 9},
+}
+# Tokens of the tiny model stand for the markers, which it lacks.
+BEGIN, END = 600, 601
+STYLE = AnswerStyle(
+    template_of("qwen3"), special={"<think>": BEGIN, "</think>": END}, calls=CALL_FORMATS["qwen3"]
+)
+SCHEMA = {"type": "json_object"}
+
+
+@pytest.fixture
+async def rig(serve: Serve) -> Rig:
+    made = await serve(served=replace(SERVED, answers=STYLE))
+    made.generator.will(*one_by_one([331]))
+    return made
+
+
+def limit(rig: Rig) -> ThinkingLimit | None:
+    """Return the limit that the nodes got with the latest request."""
+    rules = rig.generator.requests[-1].sampling.token_rules
+    return None if rules is None else rules.thinking
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        (CHAT, {"thinking_token_budget": 7}, 7),
+        (CHAT, {"custom_params": {"thinking_budget": 7}}, 7),
+        (CHAT, {"reasoning": {"max_tokens": 7}}, 7),
+        (CHAT, {"thinking_token_budget": 9, "custom_params": {"thinking_budget": 7}}, 7),
+        (CHAT, {"thinking_token_budget": 0, "stream": True}, 0),
+        (CHAT, {"thinking_token_budget": -1}, None),
+        (CHAT, {"thinking_token_budget": None, "custom_params": {}}, None),
+        (CHAT, {"thinking_token_budget": 7, "separate_reasoning": False}, 7),
+        (CHAT, {"thinking_token_budget": 7, "response_format": SCHEMA}, 7),
+        (CHAT, {"thinking_token_budget": 7, "tools": TOOLS, "tool_choice": "required"}, 7),
+        (TEXT, {"thinking_token_budget": 7}, 7),
+        (GENERATE, {"sampling_params": {"custom_params": {"thinking_budget": 7}}}, 7),
+        (GENERATE, {"sampling_params": [{"thinking_token_budget": 7}], "text": ["Hi"]}, 7),
+        (RESPONSES, {"thinking_token_budget": 7}, 7),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+        (MESSAGES, {"thinking": {"type": "enabled"}}, None),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, None),
+        (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
+    ],
+)
+async def test_the_nodes_get_the_limit_and_the_markers(
+    path: str, fields: dict[str, Any], tokens: int | None, rig: Rig
+) -> None:
+    async with rig.session.post(rig.url + path, json=BODIES[path] | fields) as response:
+        assert response.status == 200, await response.text()
+        await response.read()
+    assert limit(rig) == (None if tokens is None else ThinkingLimit(tokens, BEGIN, END))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spent"),
+    [
+        ([5, BEGIN], 0),
+        ([5, BEGIN, 6, 7], 2),
+        ([BEGIN, 5, END, 6, BEGIN, 8], 1),
+        ([5, BEGIN, 6, END], None),
+        ([END, 5], None),
+        ([5], None),
+    ],
+)
+async def test_the_prompt_may_open_the_reasoning(prompt: list[int], spent: int | None, rig: Rig) -> None:
+    """Each prompt of a request has its own count."""
+    body = {"prompt": [prompt, [5]], "thinking_token_budget": 7}
+    status, answer, _ = await rig.post(TEXT, body)
+    assert status == 200, answer
+    found = {request.token_ids[-1]: request.sampling.token_rules for request in rig.generator.requests}
+    rules, other = found[prompt[-1]], found[5]
+    assert rules is not None
+    assert other is not None
+    if prompt != [5]:
+        assert rules.thinking == ThinkingLimit(7, BEGIN, END, spent)
+    assert other.thinking == ThinkingLimit(7, BEGIN, END)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget"),
+        (CHAT, {"thinking_token_budget": 1 << 31}, "thinking_token_budget"),
+        (CHAT, {"thinking_token_budget": "7"}, "thinking_token_budget"),
+        (CHAT, {"custom_params": {"thinking_budget": -2}}, "custom_params.thinking_budget"),
+        (CHAT, {"custom_params": {"other": 1}}, "custom_params"),
+        (CHAT, {"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens"),
+        (
+            CHAT,
+            {"reasoning": {"max_tokens": 7}, "separate_reasoning": False, "response_format": SCHEMA},
+            "reasoning.max_tokens",
+        ),
+        (TEXT, {"thinking_token_budget": 7, "response_format": SCHEMA}, "thinking_token_budget"),
+        (TEXT, {"thinking_token_budget": 7, "allowed_token_ids": [5]}, "allowed_token_ids"),
+        (
+            GENERATE,
+            {"sampling_params": {"custom_params": {"thinking_budget": -2}}},
+            "sampling_params.custom_params.thinking_budget",
+        ),
+        (
+            MESSAGES,
+            {"thinking": {"type": "enabled", "budget_tokens": -2}},
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+async def test_what_cannot_be_met_is_refused(path: str, fields: dict[str, Any], param: str, rig: Rig) -> None:
+    status, answer, _ = await rig.post(path, BODIES[path] | fields)
+    assert status == 400
+    if path == MESSAGES:
+        assert param in answer["error"]["message"]
+    else:
+        assert answer["error"]["param"] == param
+
+
+async def test_the_marker_must_not_be_a_bad_word(serve: Serve, tokenizer: Tokenizer) -> None:
+    [word] = tokenizer.encode("t", False)
+    style = replace(STYLE, special={"<think>": BEGIN, "</think>": word})
+    rig = await serve(served=replace(SERVED, answers=style))
+    body = BODIES[TEXT] | {"thinking_token_budget": 7, "bad_words": ["t"]}
+    status, answer, _ = await rig.post(TEXT, body)
+    assert (status, answer["error"]["param"]) == (400, "bad_words")
+    assert f"token {word}, which ends the reasoning" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        (PLAIN, "no response template with reasoning"),
+        (AnswerStyle(template_of("qwen2_5")), "no response template with reasoning"),
+        (AnswerStyle(template_of("qwen3")), "not single tokens"),
+    ],
+)
+async def test_a_model_whose_reasoning_cannot_be_ended(style: AnswerStyle, said: str, serve: Serve) -> None:
+    """Anthropic's clients must send a budget to switch thinking on: there it has no effect on such a model."""
+    rig = await serve(served=replace(SERVED, answers=style))
+    rig.generator.will(*one_by_one([331]))
+    for path in (CHAT, TEXT, RESPONSES):
+        status, answer, _ = await rig.post(path, BODIES[path] | {"thinking_token_budget": 7})
+        assert (status, answer["error"]["param"]) == (400, "thinking_token_budget")
+        assert said in answer["error"]["message"]
+        assert (await rig.post(path, BODIES[path] | {"thinking_token_budget": -1}))[0] == 200
+    for thinking in ({"type": "enabled", "budget_tokens": 7}, {"type": "disabled"}):
+        assert (await rig.post(MESSAGES, BODIES[MESSAGES] | {"thinking": thinking}))[0] == 200
+        assert limit(rig) is None
+
+
+async def test_a_prompt_past_its_reasoning_has_no_limit(rig: Rig) -> None:
+    """A template that leaves thinking out writes an empty section, or the answer continues a message."""
+    chat = [*HELLO, {"role": "assistant", "content": "<|im_start|>assistant\n<think>\n\n</think>\n\nSo"}]
+    body = {"messages": chat, "continue_final_message": True, "thinking_token_budget": 7}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert status == 200, answer
+    assert limit(rig) is None
