@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.messages.node_inbox import FlushCache
 from router.control_plane import ControlPlane
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.cluster_throughput import ClusterThroughput
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.draining_decode import DrainingDecode
 from router.nodes.event_reader import EventReader
-from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
 from router.nodes.operator_orders import OperatorOrders
 from router.nodes.outbox import SendAll
@@ -47,9 +47,12 @@ class Core:
         self.control.close()
 
     def flush_caches(self) -> list[str]:
-        """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach."""
+        """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach.
+
+        Messages of a node arrive in order, so requests that are placed afterwards find empty caches.
+        """
         self.placer.history.flushed()
-        return flush_caches(self.registry, self.control.send)
+        return [node.name for node in self.registry if not self.control.send(node.routing_id, FlushCache())]
 
 
 def assemble_core(
