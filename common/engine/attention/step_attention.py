@@ -11,7 +11,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention
 from common.engine.ops.extend_attention import extend_attention
-from common.engine.ops.rotary_decode import NewTokens, joins_rotation, rotary_decode
+from common.engine.ops.rotary_decode import NewTokens, fuses_rotation, rotary_decode
 from common.engine.ops.verify_attention import verify_attention
 from common.engine.state.pool import KvPool
 
@@ -36,7 +36,7 @@ class StepAttention(PagedAttention):
         eps: float,
     ) -> None:
         batch = self._planned()
-        if batch.mode is ForwardMode.DECODE and joins_rotation(qkv):
+        if batch.mode is ForwardMode.DECODE and fuses_rotation(qkv):
             self._unstored = layer, qkv, NewTokens(*angles, q_weight, k_weight, eps, batch.kv_slots)
         else:
             super().store(layer, qkv, angles, q_weight, k_weight, eps)

@@ -14,7 +14,7 @@ from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.layers.router import ExpertRouter
 from common.engine.ops.expert_products import expert_parts
-from common.engine.ops.few_experts import add_experts, joins_experts
+from common.engine.ops.few_experts import add_experts, fuses_experts
 
 
 class DenseExperts(ExpertProducts):
@@ -38,7 +38,7 @@ class DenseExperts(ExpertProducts):
     def added(
         self, x: Activations, stream: Tensor, router: ExpertRouter, slots: TokenSlots | None
     ) -> Tensor | None:
-        if not joins_experts(stream, self.gate_up):
+        if not fuses_experts(stream, self.gate_up):
             return None
         return add_experts(x.tensor(), stream, self.gate_up, self.down, *router.rule(slots))
 

@@ -276,7 +276,7 @@ def few_experts_triton(
     return out
 
 
-def joins_experts(stream: Tensor, gate_up: Tensor) -> bool:
+def fuses_experts(stream: Tensor, gate_up: Tensor) -> bool:
     """Return whether `add_experts` is faster than its steps for stream [T, H] and gate_up [E, 2 * I, H]."""
     _, wide, hidden = gate_up.shape
     one = stream.is_cuda and len(stream) == 1 and halves(stream, gate_up)

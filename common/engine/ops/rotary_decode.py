@@ -43,7 +43,7 @@ class NewTokens(NamedTuple):
     slots: Tensor
 
 
-def joins_rotation(qkv: Tensor) -> bool:
+def fuses_rotation(qkv: Tensor) -> bool:
     """Return whether one launch computes a step with qkv [B, heads + 2 * kv_heads, D] faster than two."""
     return qkv.is_cuda and qkv.shape[0] <= MAX_REQUESTS
 

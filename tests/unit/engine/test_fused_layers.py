@@ -39,8 +39,8 @@ def test_fused_layers_equal_separate_ones(config: ModelConfig, monkeypatch: pyte
             return run(*given)
 
         monkeypatch.setattr(module, name, counted)
-    monkeypatch.setattr(dense_experts, "joins_experts", lambda stream, gate_up: len(stream) == 1)
-    monkeypatch.setattr(step_attention, "joins_rotation", lambda qkv: True)
+    monkeypatch.setattr(dense_experts, "fuses_experts", lambda stream, gate_up: len(stream) == 1)
+    monkeypatch.setattr(step_attention, "fuses_rotation", lambda qkv: True)
     torch.testing.assert_close(logits(), expected, atol=1e-5, rtol=1e-5)
     # six steps of two layers
     assert used["rotary_decode"] == 12
