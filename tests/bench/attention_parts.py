@@ -5,7 +5,7 @@
 
 All layers follow each other in one graph, each with weights and pages of its own, so that the kernels overlap as in a
 step. `--new` is the number of tokens per request: 1 for a decode step, more for a verification. Each variant is first
-compared with the torch references. "Joined" parts are added up by the last program of a tile, others by a kernel.
+compared with the torch references. "Combined" parts are added up by the last program of a tile, others by a kernel.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Way(NamedTuple):
     name: str
     division: Division | None = None
     warps: int = 4
-    most_joined: int = key_parts.MAX_JOINED
+    max_combined: int = key_parts.MAX_COMBINED
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Layer:
             return query.flatten(1).contiguous()
         rotary_kv_write_triton(qkv, *self.angles, self.norm, self.norm, EPS, *self.planes, self.slots)
         given, rest = (query, *self.planes, self.table, self.lengths), (LONGEST, None, DIM**-0.5)
-        key_parts.MAX_JOINED = way.most_joined
+        key_parts.MAX_COMBINED = way.max_combined
         if self.new == 1:
             out = decode_triton(*given, *rest, division=way.division, num_warps=way.warps)
         else:
@@ -129,7 +129,7 @@ def ways(shape: Shape, requests: int, new: int, kv_dtype: torch.dtype) -> Iterat
     yield Way("without attention")
     for splits in dict.fromkeys((served.splits, max(1, served.splits // 2), min(32, 2 * served.splits))):
         for keys, stages, warps in ((64, 2, 4), (64, 3, 4), (128, 2, 4), (128, 2, 8)):
-            for name, most in (("joined", 1 << 20), ("separate", 0)):
+            for name, most in (("combined", 1 << 20), ("separate", 0)):
                 if splits > 1 or name == "separate":
                     yield Way(name, Division(splits, keys, stages), warps, most)
     yield Way("served")

@@ -136,7 +136,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
-    JOINED: tl.constexpr,
+    COMBINED: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
@@ -196,7 +196,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     store_part(
         *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, splits),
         *(out_ptr, part_ptr, lse_ptr, ended),
-        *(SPLIT, JOINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
+        *(SPLIT, COMBINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
 
 

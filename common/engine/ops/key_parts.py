@@ -31,7 +31,7 @@ PROGRAMS_PER_PROCESSOR = 3
 # Over pages in eight bits, for fewer programs than the first number: programs per processor, keys per step, stages.
 EIGHT_BITS_DIVISIONS = ((16, 2, 64, 5), (64, 2, 64, 4), (256, 3, 64, 5), (397, 1, 128, 3))
 SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
-MAX_JOINED = 48  # rows of a tile times parts that its last program adds up
+MAX_COMBINED = 48  # rows of a tile times parts that its last program adds up
 ROWS_TOGETHER, MAX_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
 SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block
 MAX_TILES = 4096  # whose programs can be counted
@@ -45,9 +45,9 @@ class Division(NamedTuple):
     keys: int  # per step
     stages: int
 
-    def is_joined(self, rows: int) -> bool:
+    def is_combined(self, rows: int) -> bool:
         """Return whether the last program of a tile of `rows` rows adds up its parts."""
-        return 1 < self.splits <= MAX_JOINED // rows
+        return 1 < self.splits <= MAX_COMBINED // rows
 
 
 def choose_division(programs: int, rows: int, max_keys: int, head_bytes: int, processors: int) -> Division:
@@ -66,7 +66,7 @@ def choose_division(programs: int, rows: int, max_keys: int, head_bytes: int, pr
     if head_bytes > MEASURED_HEAD_BYTES:
         return Division(splits, BLOCK_KEYS, 2)
     wide = Division(splits, 2 * BLOCK_KEYS, 2)
-    several = splits > 1 and programs >= SHORT_STEPS >= rows and not wide.is_joined(rows)
+    several = splits > 1 and programs >= SHORT_STEPS >= rows and not wide.is_combined(rows)
     return Division(splits, BLOCK_KEYS, 3) if programs > most or several else wide
 
 
@@ -118,9 +118,9 @@ def store_part(  # type: ignore[no-untyped-def]
     out_ptr,  # [lines, D]
     part_ptr,  # [lines, splits, D] float32; used if SPLIT
     lse_ptr,  # [lines, splits] float32; used if SPLIT
-    ended_ptr,  # int32: programs of this tile that have ended; zero before and after; used if JOINED
+    ended_ptr,  # int32: programs of this tile that have ended; zero before and after; used if COMBINED
     SPLIT: tl.constexpr,  # more than one part
-    JOINED: tl.constexpr,  # the tile's last program adds up the parts
+    COMBINED: tl.constexpr,  # the tile's last program adds up the parts
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
     D: tl.constexpr,
@@ -134,7 +134,7 @@ def store_part(  # type: ignore[no-untyped-def]
     place = line * splits + split
     if not SPLIT:
         tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored)
-    elif not JOINED:
+    elif not COMBINED:
         tl.store(lse_ptr + place, lse, mask=live)
         tl.store(part_ptr + place[:, None] * D + dim[None, :], result, mask=stored & (split < used))
     elif used == 1:
@@ -247,28 +247,28 @@ class KeyParts:
             out: [T, heads, D].
         """
         self._splits, self._out = division.splits, out
-        self._joined = division.is_joined(rows)
+        self._combined = division.is_combined(rows)
         self.arguments = out, out, out  # not used without parts
         if self._splits > 1:
             shape = *out.shape[:2], self._splits
             outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             lse = torch.empty(shape, dtype=torch.float32, device=out.device)
             self.arguments = outputs, lse, lse
-            if self._joined:
+            if self._combined:
                 assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
                 self.arguments = outputs, lse, ended_programs(out.device)
         live_rows = next_power_of_2(rows)
         self.constants = {
             "SPLIT": self._splits > 1,
-            "JOINED": self._joined,
+            "COMBINED": self._combined,
             "GRANULE": GRANULE,
             "LIVE_ROWS": live_rows,
-            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if self._joined else 1,
+            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if self._combined else 1,
         }
 
     def combine(self) -> None:
         """Add up the parts that the attention kernel has not. A line without any part becomes zero."""
-        if self._splits == 1 or self._joined:
+        if self._splits == 1 or self._combined:
             return
         outputs, lse, _ = self.arguments
         head_dim = self._out.shape[-1]

@@ -191,7 +191,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPREAD: tl.constexpr,  # values are multiplied in the order of `spread_columns`
     SPLIT: tl.constexpr,  # more than one part
-    JOINED: tl.constexpr,
+    COMBINED: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
     ROWS: tl.constexpr,  # rows of a tile: new tokens times query heads of one KV head, padded for the matrix units
@@ -308,7 +308,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
             splits,
         ),
         *(out_ptr, part_ptr, lse_ptr, ended),
-        *(SPLIT, JOINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
+        *(SPLIT, COMBINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
 
 

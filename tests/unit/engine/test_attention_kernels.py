@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
-from common.engine.ops.key_parts import MAX_JOINED, MAX_TILES, Division, KeyParts, ended_programs
+from common.engine.ops.key_parts import MAX_COMBINED, MAX_TILES, Division, KeyParts, ended_programs
 from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
@@ -70,7 +70,7 @@ def test_counts_of_ended_programs_start_at_zero_again() -> None:
 
 def test_only_calls_whose_last_program_adds_up_the_parts_are_counted() -> None:
     division, out = Division(2, 16, 2), torch.empty(1, 1, 16)
-    KeyParts(MAX_TILES + 1, MAX_JOINED, division, out)
+    KeyParts(MAX_TILES + 1, MAX_COMBINED, division, out)
     with pytest.raises(AssertionError, match="can be counted"):
         KeyParts(MAX_TILES + 1, 1, division, out)
 

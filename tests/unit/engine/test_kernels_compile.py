@@ -35,8 +35,8 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
     assert {each["kernel"] for each in launches if each["capability"] == 90} == set(last["kernels"])
     assert len(last["kernels"]) >= 20
     # Those whose last program adds up the parts of all.
-    joined = {each["kernel"].rpartition(".")[2] for each in launches if each["joined"]}
-    assert joined == {"_decode_kernel", "_verify_kernel", "_rotary_decode_kernel"}
+    combined = {each["kernel"].rpartition(".")[2] for each in launches if each["combined"]}
+    assert combined == {"_decode_kernel", "_verify_kernel", "_rotary_decode_kernel"}
     assert sum(each["capability"] == 89 for each in launches) >= 4
     for each in launches:
         assert each["shared"] <= each["limit"], each

@@ -136,11 +136,11 @@ def test_many_parts_of_few_rows_take_shorter_steps() -> None:
     assert choose_division(32, 4, 8192, 256, 132) == (12, 128, 2)
     assert choose_division(32, 16, 8192, 256, 132) == (12, 64, 3)
     assert choose_division(16, 32, 8192, 256, 132) == (24, 128, 2)
-    joined = {
-        each: [rows for rows in (4, 8, 16, 32) if Division(each, 64, 2).is_joined(rows)]
+    combined = {
+        each: [rows for rows in (4, 8, 16, 32) if Division(each, 64, 2).is_combined(rows)]
         for each in (1, 3, 12)
     }
-    assert joined == {1: [], 3: [4, 8, 16], 12: [4]}
+    assert combined == {1: [], 3: [4, 8, 16], 12: [4]}
 
 
 def test_divisions_over_pages_in_eight_bits() -> None:
