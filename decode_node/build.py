@@ -200,7 +200,7 @@ def _build(
         log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
     )
     assembly = assemble(
-        Links(incarnation, routers, peers, poller, receiver, shared.duty),
+        Links(incarnation, routers, peers, poller, receiver, shared.role),
         space,
         replace(loaded.computation(forwards), host=host, tap=tap, of_all=_fetched_by_all(ranks)),
         bounds,

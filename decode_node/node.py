@@ -85,7 +85,7 @@ class DecodeNode:
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self._step_times = StepTimes()
         own, drain, profiler = links.incarnation, self._limits.drain_timeout, observation.profiler
-        self.life = NodeLife(own, self._routers, Reserve, drain, self._log, self._clock, profiler, links.duty)
+        self.life = NodeLife(own, self._routers, Reserve, drain, self._log, self._clock, profiler, links.role)
         self._report = Report(
             self.queues, self._space, self._receiver, self._resources, observation, self._tier.totals
         )
@@ -214,7 +214,7 @@ class DecodeNode:
         busy = self.queues.arrived or self.queues.retracted or self._tier.busy or self._pages.comparing
         self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
-    # -- duties ----------------------------------------------------------------------------------------------
+    # -- handlers of NodeLife ----------------------------------------------------------------------------------
 
     def take(self, message: Reserve, router: ToRouter, now: float) -> None:
         try:

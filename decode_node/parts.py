@@ -14,7 +14,7 @@ from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals, RankTotals
 from common.node.profiles import NoProfiler, Profiler
-from common.node.role_switch import FIXED_ROLE, Duty
+from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -38,7 +38,7 @@ class Links:
     peers: PeerConnections
     poller: zmq.Poller
     receiver: PageReceiver
-    duty: Duty = FIXED_ROLE
+    role: CurrentRole = FIXED_ROLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from common.node.ranks.board import Told
+from common.node.ranks.board import BoardField
 from common.node.ranks.ended_copies import OrderedCopies
 from common.node.ranks.launched_plans import LaunchedPlans
 from decode_node.ranked_host import RankFetches
@@ -21,7 +21,7 @@ class DecodeRankWork:
         self,
         worker: Worker,
         host: RankFetches,
-        tell: Callable[[Told, int], None],
+        tell: Callable[[BoardField, int], None],
         check: Callable[[], None],
     ) -> None:
         """Apply plans with `worker`.
@@ -64,5 +64,5 @@ class DecodeRankWork:
         busy = self._launched.look()
         if self._saves:
             self._saves.end_until(self._worker.unsaved())
-            self._tell(Told.SAVED, self._saves.ended)
+            self._tell(BoardField.SAVED, self._saves.ended)
         return self._host.turn() or busy or bool(self._saves)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from common.kv_cache.host_plan import Damage, HostFetch
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.ended_copies import OrderedCopies, ShownComparisons, found_damaged
 from decode_node.host_fetches import HostFetches
 from decode_node.step_plan import Moves
@@ -56,7 +56,7 @@ class OwnFetches:
 class RankFetches:
     """The copies of a rank other than rank 0, which it shows on the board as they end."""
 
-    def __init__(self, own: HostFetches, tell: Callable[[Told, int], None]) -> None:
+    def __init__(self, own: HostFetches, tell: Callable[[BoardField, int], None]) -> None:
         self._copies = OwnFetches(own)
         self._tell = tell
         self._comparisons = ShownComparisons(tell)
@@ -72,7 +72,7 @@ class RankFetches:
         self._copies.count_stores()
         for _, damage in self._copies.ended():
             self._comparisons.add(any(damage))
-        self._tell(Told.STORED, self._copies.stored)
+        self._tell(BoardField.STORED, self._copies.stored)
         return self._copies.busy
 
 
@@ -95,13 +95,13 @@ class FetchedByAll:
 
     def unfinished(self) -> Collection[int]:
         self.copies.count_stores()
-        self._stores.end_first(self._least(Told.STORED))
+        self._stores.end_first(self._least(BoardField.STORED))
         return {*self._own.unfinished(), *self._stores}
 
     def fetched(self) -> Mapping[int, Damage]:
         self._fetched += self.copies.ended()
         found: dict[int, Damage] = {}
-        compared = self._least(Told.COMPARED)
+        compared = self._least(BoardField.COMPARED)
         while self._fetched and self._compared < compared:
             fetch, damage = self._fetched.popleft()
             if found_damaged(self._board, self._others, self._compared):
@@ -110,5 +110,5 @@ class FetchedByAll:
             self._compared += 1
         return found
 
-    def _least(self, told: Told) -> int:
+    def _least(self, told: BoardField) -> int:
         return min(self._board.read(rank, told) for rank in self._others)

@@ -110,7 +110,7 @@ def assemble(
             grammars,
             pacing,
             parts.host.tier,
-            links.duty.most_tokens,
+            links.role.most_tokens,
         ),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion, parts.host.copies)),
         orders,

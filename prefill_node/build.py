@@ -230,7 +230,7 @@ def _build(
     profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
     assembly = assemble(
-        Links(incarnation, routers, end.peers, end.sender, vision.images, group, shared.duty),
+        Links(incarnation, routers, end.peers, end.sender, vision.images, group, shared.role),
         space,
         replace(computation, host=host),
         bounds,

@@ -87,7 +87,7 @@ class PrefillNode:
             observation.log,
             self._clock,
             observation.profiler,
-            links.duty,
+            links.role,
         )
         self._report = Report(
             self.queues, self._space, self._sender, self._times, observation, self._tier.totals
@@ -200,7 +200,7 @@ class PrefillNode:
         busy = self._images.busy or self.queues.compiling or self._tier.busy
         self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
-    # -- duties ----------------------------------------------------------------------------------------------
+    # -- handlers of NodeLife ----------------------------------------------------------------------------------
 
     def take(self, message: Prefill, router: ToRouter, now: float) -> None:
         try:

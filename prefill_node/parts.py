@@ -13,7 +13,7 @@ from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.identity import GraphTotals, RankTotals
 from common.messages.prefill_inbox import PrefillMessage
 from common.node.profiles import NoProfiler, Profiler
-from common.node.role_switch import FIXED_ROLE, Duty
+from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -38,7 +38,7 @@ class Links:
     sender: Sender  # of this rank
     images: Images
     group: SenderGroup | None = None  # of all ranks, if there are several
-    duty: Duty = FIXED_ROLE
+    role: CurrentRole = FIXED_ROLE
 
     @property
     def transfers(self) -> PageSender:

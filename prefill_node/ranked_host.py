@@ -23,7 +23,7 @@ from common.kv_cache.host_plan import (
     Store,
 )
 from common.node.overlap import Completion
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.ended_copies import OrderedCopies, ShownComparisons, found_damaged
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, PromptResult
@@ -76,7 +76,9 @@ class OtherVerdicts:
 
     def missing(self, number: int) -> int | None:
         """Return a rank that has not compared what a plan has loaded; None if all have."""
-        return next((rank for rank in self._others if self._board.read(rank, Told.COMPARED) <= number), None)
+        return next(
+            (rank for rank in self._others if self._board.read(rank, BoardField.COMPARED) <= number), None
+        )
 
     def damaged(self, number: int) -> bool:
         """Return whether some rank got other bytes than it had stored; only once no rank is `missing`."""
@@ -86,7 +88,7 @@ class OtherVerdicts:
 class RankHost:
     """The stores and loads of a rank other than rank 0, which it shows on the board as they end."""
 
-    def __init__(self, own: HostMemory, tell: Callable[[Told, int], None]) -> None:
+    def __init__(self, own: HostMemory, tell: Callable[[BoardField, int], None]) -> None:
         self._own = own
         self._tell = tell
         self._stores = OrderedCopies()
@@ -112,7 +114,7 @@ class RankHost:
     def _show_stores(self) -> None:
         if self._stores:
             self._stores.end_until(self._own.unfinished())
-            self._tell(Told.SAVED, self._stores.ended)
+            self._tell(BoardField.SAVED, self._stores.ended)
 
 
 def loads_of(plan: PromptPlan) -> Sequence[HostCopy]:

@@ -26,7 +26,7 @@ from common.messages.router_inbox import ChangeAnswered, Goodbye
 from common.node.lost_peers import LostPeers
 from common.node.profiles import Profiler
 from common.node.refusals import Refusals
-from common.node.role_switch import FIXED_ROLE, Duty
+from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
 from common.observability.bounded_log import BoundedLog
@@ -49,7 +49,7 @@ Work = TypeVar("Work", bound=OnPair)
 Work_contra = TypeVar("Work_contra", contravariant=True)
 
 
-class Duties(Protocol[Work_contra]):
+class RoleHandlers(Protocol[Work_contra]):
     """The handlers that a role implements for these events. All methods are called by the thread of the main loop."""
 
     def take(self, work: Work_contra, router: ToRouter, now: float) -> None:
@@ -89,7 +89,7 @@ class Duties(Protocol[Work_contra]):
 
 
 class NodeLife(Generic[Work]):
-    """Tracks a node's state and dispatches messages to duties. Only `drain` may be called from a signal handler."""
+    """Tracks a node's state and dispatches messages to handlers. Only `drain` may be called from a signal handler."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class NodeLife(Generic[Work]):
         log: Log,
         clock: Callable[[], float],
         profiler: Profiler,
-        duty: Duty = FIXED_ROLE,
+        role: CurrentRole = FIXED_ROLE,
     ) -> None:
         self.incarnation = incarnation
         self._links = links
@@ -112,8 +112,8 @@ class NodeLife(Generic[Work]):
         self._log = log
         self._clock = clock
         self._profiler = profiler
-        self._duty = duty
-        self._state = duty.state(0, clock())
+        self._role = role
+        self._state = role.state(0, clock())
         self._ending = False
         self._drain_until = float("inf")
         self._throughput = ThroughputLog(log, clock)
@@ -123,7 +123,7 @@ class NodeLife(Generic[Work]):
 
     def takes(self, peer: str) -> bool:
         """Return whether the node takes a request now, which it shares with the node of this incarnation."""
-        return not self._ending and self._duty.takes(peer)
+        return not self._ending and self._role.takes(peer)
 
     def stopping(self) -> bool:
         """Return whether the loop must end."""
@@ -135,27 +135,27 @@ class NodeLife(Generic[Work]):
             self._drain_until = self._clock() + self._drain_timeout
             self._ending = True
 
-    def receive(self, duties: Duties[Work], now: float) -> None:
+    def receive(self, handlers: RoleHandlers[Work], now: float) -> None:
         """Process the messages from routers, control messages of each first."""
         for router, message in self._links.drain():
             if isinstance(message, self._work):
                 self._lost_peers.used(router, message.peer)
-                duties.take(message, router, now)
+                handlers.take(message, router, now)
             elif isinstance(message, Abort):
-                duties.abort(router, message.room, message.reason)
+                handlers.abort(router, message.room, message.reason)
             elif isinstance(message, PeerLost):
                 if self._lost_peers.report(router, message.incarnation):
-                    duties.peer_lost(message.incarnation)
+                    handlers.peer_lost(message.incarnation)
                 else:
-                    duties.pair_lost(router, message.incarnation)
+                    handlers.pair_lost(router, message.incarnation)
             elif isinstance(message, PeerDraining):
-                duties.peer_draining(router, message.incarnation)
+                handlers.peer_draining(router, message.incarnation)
             elif isinstance(message, FlushCache):
-                duties.flush_cache()
+                handlers.flush_cache()
             elif isinstance(message, Profile):
                 self._profiler.begin(message, router)
             elif isinstance(message, ChangeRole):
-                refusal = "it is ending" if self._ending else self._duty.change(message, now)
+                refusal = "it is ending" if self._ending else self._role.change(message, now)
                 router.send(ChangeAnswered(order=message.order, refusal=refusal))
             elif isinstance(message, Rejected):
                 self._refuse(router, message.reason, now)
@@ -166,19 +166,19 @@ class NodeLife(Generic[Work]):
         else:
             self._refused.warning(reason, reason)
 
-    def look_after(self, duties: Duties[Work], now: float) -> None:
+    def look_after(self, handlers: RoleHandlers[Work], now: float) -> None:
         """Handle events of time, once per turn and after `receive`: lost routers, deadlines."""
         for router in self._links.lost():
             registered = self._links.registered
-            dropped = duties.router_lost(router, not registered)
+            dropped = handlers.router_lost(router, not registered)
             self._log.warning(
                 "no answer from a router: dropping its requests", requests=dropped, routers=len(registered)
             )
             for incarnation in self._lost_peers.forget_router(router):
-                duties.peer_lost(incarnation)
+                handlers.peer_lost(incarnation)
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
-            duties.sweep(now)
+            handlers.sweep(now)
 
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
         """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
@@ -195,7 +195,7 @@ class NodeLife(Generic[Work]):
         long, but it may change its role, because the pages remain those of this half.
         """
         if not self._ending:
-            self._state = self._duty.state(requests, now)
+            self._state = self._role.state(requests, now)
         elif not (requests or quarantined):
             self._stopping = True
         elif now > self._drain_until and not self._stopping:

@@ -21,8 +21,8 @@ from common.messages.identity import NodeState, Role
 from common.messages.node_inbox import ChangeRole
 
 
-class Duty(Protocol):
-    """Says what a node, or one half of a movable node, does at present."""
+class CurrentRole(Protocol):
+    """The role of a node, or of one half of a movable node, at present."""
 
     def takes(self, peer: str) -> bool:
         """Return whether it takes a request that it shares with the node `peer` (an incarnation) of the other role."""
@@ -42,7 +42,7 @@ class Duty(Protocol):
 
 
 class FixedRole:
-    """The duty of a node that has one role for good."""
+    """The role of a node that has one for good."""
 
     def takes(self, peer: str) -> bool:
         return True
@@ -97,9 +97,9 @@ class RoleSwitch:
     def role(self) -> Role:
         return self._role
 
-    def half(self, role: Role) -> HalfDuty:
-        """Return the duty of the half for `role`."""
-        return HalfDuty(self, role)
+    def half(self, role: Role) -> HalfRole:
+        """Return what the half for `role` has for its role."""
+        return HalfRole(self, role)
 
     def change(self, order: ChangeRole, now: float) -> str:
         """Begin a change; no-op if the node has that role. Return why it does not begin: another one is under way."""
@@ -133,8 +133,8 @@ class RoleSwitch:
 
 
 @dataclass(frozen=True, slots=True)
-class HalfDuty:
-    """The duty of one half of a movable node."""
+class HalfRole:
+    """The role of one half of a movable node."""
 
     switch: RoleSwitch
     role: Role

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import ConfigError
-from common.node.role_switch import FIXED_ROLE, Duty
+from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.serving_model import ServingModel
 
 
@@ -16,7 +16,7 @@ from common.node.serving_model import ServingModel
 class SharedParts:
     """The parts that a node is built with in addition to its configuration."""
 
-    duty: Duty = FIXED_ROLE
+    role: CurrentRole = FIXED_ROLE
     # Held while a plan is launched, so that kernels of the two halves never mix; None for a pure node.
     device: threading.Lock | None = None
     # Held while a profile is recorded: a process has one recorder at a time.

@@ -51,7 +51,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     parts = SharedParts(switch.half("prefill"), device, loaded=models.append)
     prompts = prefill.build(resolved, name, reporter, log, parts)
     try:
-        parts = replace(parts, duty=switch.half("decode"), model=models[0])
+        parts = replace(parts, role=switch.half("decode"), model=models[0])
         tokens = decode.build(resolved, name, reporter, log, parts)
     except BaseException:
         prompts.close()

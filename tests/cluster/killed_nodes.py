@@ -38,7 +38,7 @@ def cluster_config(name: str, speculation: Config, sections: Config) -> Config:
 
 
 @dataclass
-class Told:
+class BoardField:
     """What nodes counted: those that were killed up to their last reports."""
 
     counters: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SHOWN, 0)))
@@ -63,7 +63,7 @@ class Told:
         }
 
 
-async def kill_in_turn(cluster: RunningCluster, client: Client, told: Told) -> None:
+async def kill_in_turn(cluster: RunningCluster, client: Client, told: BoardField) -> None:
     """Kill one node after the other while it has requests, and start it again, until cancelled."""
     for victim in itertools.cycle(("decode-0", "prefill-0", "decode-1", "prefill-1")):
         deadline = time.monotonic() + PATIENCE
@@ -91,7 +91,7 @@ async def serve(
     config: Config, nodes: int, kill: bool, asked: Sequence[PostedT], limit: float
 ) -> tuple[list[tuple[PostedT, Answered]], Config]:
     """Start a cluster, ask everything, and return the answers and what the nodes counted."""
-    told = Told()
+    told = BoardField()
     with tempfile.TemporaryDirectory() as directory:
         async with RunningCluster(Path(directory), nodes, nodes, config=config) as cluster:
             async with Client(cluster.url) as client:

@@ -33,7 +33,7 @@ from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
-from tests.fakes.drafters import Bench, Told, speculative
+from tests.fakes.drafters import Bench, BoardField, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, drawn, reference, tiny_model
@@ -213,7 +213,7 @@ class Watched:
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
         self._relay, self._parts = bench.parts.relay, bench.parts
-        self.told = Told()
+        self.told = BoardField()
         self.state = inner.state
         self.nodes, self.lookahead_slots = inner.nodes, inner.lookahead_slots
         self.hidden_mode = inner.hidden_mode

@@ -126,7 +126,7 @@ def chaining(
     return make
 
 
-class Told:
+class BoardField:
     """Proposes nothing from texts but remembers the batch, for test drafters that inspect requests."""
 
     needs_results = False
@@ -174,7 +174,7 @@ class Foresight:
         self._hit = hit
         self._branch = branch
         self._random = random.Random(7)
-        self.told = Told()
+        self.told = BoardField()
 
     def propose(self, call: RoundCall) -> None:
         for index, request in enumerate(self.told.requests):

@@ -39,7 +39,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.node.completion import Immediate
 from common.node.host_share import HostShare
 from common.node.host_store import HostStore
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.serving_model import ServingModel, load_serving_model
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -329,7 +329,7 @@ class RankedCluster(NodeCluster):
         if self.shape.host is None:
             return HostParts()
         made = self._store(self.shape.host, forwards)
-        store = StoredByAll(made.store, lambda: self.board.read(1, Told.SAVED))
+        store = StoredByAll(made.store, lambda: self.board.read(1, BoardField.SAVED))
         return HostParts(host_prefixes(made.layout, made.items, store, space), store)
 
     def _store(self, host: HostShape, forwards: Forwards) -> HostShare:

@@ -13,7 +13,7 @@ TEXTS = MAX_RANKS * LINE * 8  # where the texts begin
 TOTAL = TEXTS + MAX_RANKS * TEXT_BYTES
 
 
-class Told(enum.IntEnum):
+class BoardField(enum.IntEnum):
     """The numbers of one rank."""
 
     BEAT = 0  # raised by a thread of its own, so that a long forward does not look like a stopped process
@@ -42,11 +42,11 @@ class Board:
         os.ftruncate(descriptor, TOTAL)
         return cls(descriptor)
 
-    def read(self, rank: int, told: Told) -> int:
-        return self._numbers[rank * LINE + told]
+    def read(self, rank: int, field: BoardField) -> int:
+        return self._numbers[rank * LINE + field]
 
-    def write(self, rank: int, told: Told, value: int) -> None:
-        self._numbers[rank * LINE + told] = value
+    def write(self, rank: int, field: BoardField, value: int) -> None:
+        self._numbers[rank * LINE + field] = value
 
     def read_text(self, rank: int) -> str:
         """Return the text of a rank, which may be written meanwhile: it is for people only."""

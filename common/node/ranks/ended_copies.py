@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 
 SHOWN = 64  # comparisons whose outcome a rank shows, the newest; more than a node has in progress
 
@@ -48,7 +48,7 @@ class OrderedCopies:
 class ShownComparisons:
     """Shows rank 0 the outcome of one comparison after the other."""
 
-    def __init__(self, tell: Callable[[Told, int], None]) -> None:
+    def __init__(self, tell: Callable[[BoardField, int], None]) -> None:
         self._tell = tell
         self._compared = self._damaged = 0
 
@@ -56,10 +56,10 @@ class ShownComparisons:
         bit = 1 << self._compared % SHOWN
         self._damaged = self._damaged | bit if damaged else self._damaged & ~bit
         self._compared += 1
-        self._tell(Told.DAMAGED, self._damaged)
-        self._tell(Told.COMPARED, self._compared)
+        self._tell(BoardField.DAMAGED, self._damaged)
+        self._tell(BoardField.COMPARED, self._compared)
 
 
 def found_damaged(board: Board, ranks: Iterable[int], number: int) -> bool:
     """Return whether one of the ranks has found other bytes than it had stored in comparison `number`, from 0."""
-    return any(board.read(rank, Told.DAMAGED) >> number % SHOWN & 1 for rank in ranks)
+    return any(board.read(rank, BoardField.DAMAGED) >> number % SHOWN & 1 for rank in ranks)

@@ -17,7 +17,7 @@ from common.engine.layers.ranks import DivideExperts
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
 from common.ipc.ring import RingReader, RingWriter
 from common.messages.identity import RankTotals
-from common.node.ranks.board import Told
+from common.node.ranks.board import BoardField
 from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Gathered, Loading, StartFailed
@@ -150,7 +150,7 @@ class RankGroup:
 
     def saves_ended(self) -> int:
         """Return how many saves have ended on all ranks but this one, counted in the order of the plans."""
-        return min(self.board.read(rank, Told.SAVED) for rank in range(1, self.size))
+        return min(self.board.read(rank, BoardField.SAVED) for rank in range(1, self.size))
 
     def totals(self) -> Sequence[RankTotals]:
         """Return how far each rank is, in their order."""
@@ -158,11 +158,11 @@ class RankGroup:
         return own, *map(self._totals_of, range(1, self.size))
 
     def _totals_of(self, rank: int) -> RankTotals:
-        applied = self.board.read(rank, Told.APPLIED)
+        applied = self.board.read(rank, BoardField.APPLIED)
         return RankTotals(
             plans=applied,
             behind=max(self._sent - applied, 0),
-            collective_wait_seconds=self.board.read(rank, Told.WAITED_US) / 1e6,
+            collective_wait_seconds=self.board.read(rank, BoardField.WAITED_US) / 1e6,
         )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zmq
 
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.service import RankService, RankWork
 
 BEAT_SECONDS = 0.1
@@ -39,7 +39,7 @@ class RankLoop:
         service: RankService,
         wakes: Sequence[int],
         parent_ended: Callable[[], bool],
-        told: Callable[[Told, int], None],
+        told: Callable[[BoardField, int], None],
         spin_seconds: float = 0.0,
     ) -> None:
         """Apply the frames of `plans`.
@@ -64,7 +64,7 @@ class RankLoop:
         while not self._parent_ended():
             frame = self._look() if time.monotonic() < spin_until else self._plans.take()
             self._turns += 1
-            self._told(Told.TURNS, self._turns)
+            self._told(BoardField.TURNS, self._turns)
             if frame == b"":
                 return
             # Commands to the service that precede a plan have to be known before it is applied.
@@ -72,7 +72,7 @@ class RankLoop:
             if frame is not None:
                 self._work.apply(frame)
                 self._applied += 1
-                self._told(Told.APPLIED, self._applied)
+                self._told(BoardField.APPLIED, self._applied)
                 spin_until = time.monotonic() + self._spin
             busy = self._work.turn() or busy
             if frame is None and time.monotonic() >= spin_until:
@@ -115,5 +115,5 @@ class Beat:
         beats = 0
         while not self._stop.wait(BEAT_SECONDS):
             beats += 1
-            self._board.write(self._rank, Told.BEAT, beats)
-            self._board.write(self._rank, Told.WAITED_US, int(self._waited() * 1e6))
+            self._board.write(self._rank, BoardField.BEAT, beats)
+            self._board.write(self._rank, BoardField.WAITED_US, int(self._waited() * 1e6))

@@ -26,7 +26,7 @@ from common.engine.layers.ranks import DivideExperts
 from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError, ModelError, RankFailed
 from common.ipc.ring import Ring, RingReader, RingWriter
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.loop import Beat, RankLoop
 from common.node.ranks.messages import Begin, Gathered, Given, Loading, StartFailed, ToRank
@@ -117,7 +117,7 @@ class Member:
     def _show(self) -> None:
         self._shown += 1
         self.board.write_text(self.begin.rank, str(self._progress))
-        self.board.write(self.begin.rank, Told.STEPS, self._shown)
+        self.board.write(self.begin.rank, BoardField.STEPS, self._shown)
 
     def parent_ended(self) -> bool:
         """Return whether rank 0 has ended: it sends nothing after the start."""

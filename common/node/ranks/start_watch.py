@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.errors import RankFailed
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.watchdog import RankMeter, stopped
 
 # Until the first beat: for the imports of a rank, from a slow disk.
@@ -41,14 +41,14 @@ class StartWatch:
 
     def steps(self) -> int:
         """Return how much progress the ranks have shown, for comparison with a later call."""
-        return sum(self._board.read(rank, Told.STEPS) for rank in range(1, len(self._pids) + 1))
+        return sum(self._board.read(rank, BoardField.STEPS) for rank in range(1, len(self._pids) + 1))
 
     def check(self) -> None:
         """Raise RankFailed for a rank without a sign of life. Call it often: at most 0.2 s count per call."""
         now = self._clock()
         passed, self._looked = now - self._looked, now
         for rank, pid in enumerate(self._pids, start=1):
-            beat = self._board.read(rank, Told.BEAT)
+            beat = self._board.read(rank, BoardField.BEAT)
             if beat:
                 if self._beats[rank - 1].exceeded(beat, passed):
                     raise RankFailed(rank, f"{stopped(rank)}; its start: {self._board.read_text(rank)}")

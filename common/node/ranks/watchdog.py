@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.observability.logs import Log
 from common.process import EXIT_RANK_FAILED
 
@@ -88,10 +88,10 @@ class RankWatch:
             code = process.poll()
             if code is not None:
                 return f"rank {rank} has ended with {code}"
-            if self._beats[rank - 1].exceeded(self._board.read(rank, Told.BEAT), passed):
+            if self._beats[rank - 1].exceeded(self._board.read(rank, BoardField.BEAT), passed):
                 return stopped(rank)
             working = self._overdue() < 0
-            turns = self._board.read(rank, Told.TURNS)
+            turns = self._board.read(rank, BoardField.TURNS)
             if self._turns[rank - 1].exceeded(turns, 0.0 if working else passed):
                 return f"the main loop of rank {rank} hangs"
         return None

@@ -11,7 +11,7 @@ import pytest
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.errors import RankFailed
 from common.node.overlap import Completion
-from common.node.ranks.board import Told
+from common.node.ranks.board import BoardField
 from decode_node.host_parts import host_fetches
 from decode_node.rank_work import DecodeRankWork
 from decode_node.ranked_host import RankFetches
@@ -74,8 +74,8 @@ class Ranks:
         host = RankFetches(host_fetches(None, time.monotonic), self.tell)
         self.work = DecodeRankWork(self.other, host, self.tell, self.check)
 
-    def tell(self, told: Told, saved: int) -> None:
-        assert told is Told.SAVED
+    def tell(self, told: BoardField, saved: int) -> None:
+        assert told is BoardField.SAVED
         self.saved = saved
 
     def check(self) -> None:

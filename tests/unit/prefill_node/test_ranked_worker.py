@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import RankFailed
 from common.kv_cache.host_plan import INTACT, Damage, HostCopy, NoHostCopies, Store
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.ended_copies import SHOWN
 from kv_transfer.send_order import SendOrder
 from prefill_node import ranked_host
@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_compare_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pages_are_stored_once_every_rank_has_copied_them() -> None:
     ranks, copy = Ranks(), HostCopy(pages=(3,), host_pages=(8,))
-    memory = StoredByAll(Stored(), lambda: ranks.board.read(1, Told.SAVED))
+    memory = StoredByAll(Stored(), lambda: ranks.board.read(1, BoardField.SAVED))
     stores = [Store(key=key, copy=copy) for key in (1, 2, 3)]
     ranks.stored.copying = {1, 2, 3}
     memory.store(stores[:2])

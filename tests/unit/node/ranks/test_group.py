@@ -20,7 +20,7 @@ import pytest
 from common.engine.collectives.endpoints import open_endpoints
 from common.errors import ConfigError, RankFailed
 from common.ipc.ring import Ring
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.group import RankGroup
 from common.node.ranks.member import REPORTS, Member
 from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, ToRank
@@ -81,7 +81,7 @@ def test_ranks_start_serve_and_end_together(started: Started) -> None:
     group = started.group
     for number in range(300):
         group.plans.send(b"plan %d" % number, PATIENCE)
-    until(lambda: [group.board.read(rank, Told.APPLIED) for rank in (1, 2)] == [300, 300])
+    until(lambda: [group.board.read(rank, BoardField.APPLIED) for rank in (1, 2)] == [300, 300])
     assert started.frames(1) == started.frames(2) == [f"plan {number}" for number in range(300)]
     group.commands.send(b"open", PATIENCE)
     assert [started.event(rank) for rank in (1, 2)] == [b"open after 300"] * 2
@@ -168,7 +168,7 @@ def test_a_rank_that_fails_while_others_start(tmp_path: Path, monkeypatch: pytes
     started = Started(tmp_path)
     group = started.group
     one, two = group.processes
-    until(lambda: group.board.read(1, Told.STEPS) > 0)
+    until(lambda: group.board.read(1, BoardField.STEPS) > 0)
     os.kill(one.pid, signal.SIGSTOP)
     with pytest.raises(
         RankFailed, match=r"rank 1 does not run: it is stopped.*; its start: phase loading \(5 of 10\)"
@@ -242,7 +242,7 @@ def test_rank_0_waits_for_a_rank_as_long_as_it_makes_progress(monkeypatch: pytes
 
     def look(watch: StartWatch) -> None:
         """Let the rank show a step at each of the first looks of rank 0."""
-        group.board.write(1, Told.STEPS, next(shown, 40))
+        group.board.write(1, BoardField.STEPS, next(shown, 40))
         group.board.write_text(1, "phase capturing")
 
     monkeypatch.setattr(StartWatch, "check", look)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import RankFailed
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Board, BoardField
 from common.node.ranks.start_watch import StartWatch
 
 STEP = 0.1
@@ -33,7 +33,7 @@ class Rig:
 
     def beat(self, *ranks: int) -> None:
         for rank in ranks:
-            self.board.write(rank, Told.BEAT, self.board.read(rank, Told.BEAT) + 1)
+            self.board.write(rank, BoardField.BEAT, self.board.read(rank, BoardField.BEAT) + 1)
 
 
 @pytest.fixture
