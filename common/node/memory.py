@@ -108,7 +108,7 @@ def check_memory(
     """Raise ConfigError with the arithmetic if the plan does not fit.
 
     Memory of a killed decode node stays in use until prefill nodes release it, so a node that would fit on an empty
-    GPU waits RELEASE_SECONDS seconds for it.
+    GPU waits RELEASE_SECONDS for it.
 
     Args:
         beside: bytes that other nodes of the same cluster take of this GPU, whether or not they have started. Their
