@@ -38,6 +38,9 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
             f"{where}: weight_block_size {shown(block)} is not supported; supported are [{BLOCK_SIZE}, {BLOCK_SIZE}] "
             "and one scale per tensor"
         )
+    for key, known in (("expert_dtype", (None, "fp8")), ("modules_to_convert", (None, []))):
+        if raw.get(key) not in known:
+            raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported: only products are in FP8")
     static = activations == "static"
     if block is not None and static:
         raise ModelError(

@@ -15,8 +15,12 @@ from common.engine.layers.piece import Piece
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.errors import ModelError
 
-# A scale per tensor is called by either name.
-OTHER_NAME = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
+# A scale per tensor, or of inputs, is called by either name.
+OTHER_NAME = {
+    "weight_scale": "weight_scale_inv",
+    "weight_scale_inv": "weight_scale",
+    "input_scale": "activation_scale",
+}
 AT_ONCE = 1 << 24  # values that are quantised at a time
 
 
@@ -49,12 +53,16 @@ def _check_input_scale(name: str, scale: Tensor) -> None:
 
 def tensor_scale(name: str, into: Tensor) -> Piece:
     """Return the read of a scale per tensor, with which `into` is filled."""
-    suffix = name.rpartition(".")[2]
+    return scales_of(_by_either_name(Piece.value_of(name, into)))
 
-    def other(piece: Piece) -> Iterator[Piece]:
-        yield piece._replace(name=piece.name.removesuffix(suffix) + OTHER_NAME[suffix], instead=None)
 
-    return scales_of(Piece.value_of(name, into))._replace(instead=other)
+def _by_either_name(piece: Piece) -> Piece:
+    stem, _, suffix = piece.name.rpartition(".")
+
+    def other(missing: Piece) -> Iterator[Piece]:
+        yield missing._replace(name=f"{stem}.{OTHER_NAME[suffix]}", instead=None)
+
+    return piece._replace(instead=other)
 
 
 def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
@@ -73,7 +81,8 @@ def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
 
 def input_scale(name: str, into: Tensor) -> Piece:
     """Return the read of a static scale of inputs; of several reads into one value the largest is kept."""
-    return Piece.value_of(name, into)._replace(store=partial(_keep_largest, into), check=_check_input_scale)
+    piece = Piece.value_of(name, into)._replace(store=partial(_keep_largest, into), check=_check_input_scale)
+    return _by_either_name(piece)
 
 
 class ExpertInputScale:
