@@ -71,11 +71,11 @@ class DecodeTier(Protocol):
         ...
 
     def store_retracted(
-        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+        self, request: DecodeRequest, pages: Sequence[int], max_bytes: int
     ) -> HeldPages | None:
         """Store the pages of a retracted request; its lease must not be released while it is `storing`.
 
-        Return None if that takes more than `most_bytes`, or there is no room.
+        Return None if that takes more than `max_bytes`, or there is no room.
         """
         ...
 
@@ -120,7 +120,7 @@ class NoDecodeTier:
     busy = frees_pages = keeps_retracted = can_fetch = False
 
     def store_retracted(
-        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+        self, request: DecodeRequest, pages: Sequence[int], max_bytes: int
     ) -> HeldPages | None:
         return None
 
@@ -253,14 +253,14 @@ class DecodePrefixes:
         self._totals.stores += 1
 
     def store_retracted(
-        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+        self, request: DecodeRequest, pages: Sequence[int], max_bytes: int
     ) -> HeldPages | None:
         keys = self._space.keys(request.computed())
         prefix = self.cache.find(keys, len(keys), request.salt)
         own = pages[0 if prefix is None else len(prefix.blocks) * self._block_pages :]
         count = -(-len(own) // self._block_pages)
         nbytes = count * self._block_pages * self._page_bytes
-        blocks = self.cache.hold(count) if nbytes <= most_bytes else None
+        blocks = self.cache.hold(count) if nbytes <= max_bytes else None
         if blocks is None:
             self.release(FoundPrefix(prefix))
             return None

@@ -17,7 +17,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import weight_paths
 from common.config.schema import DecodeSection, PrefillSection
 from common.errors import ConfigError, ModelError
-from common.speculation.directory import algorithm_of, most_steps
+from common.speculation.directory import algorithm_of, max_steps
 from deploy.cores import usable_cores
 from deploy.gpus import Gpu
 
@@ -94,7 +94,7 @@ def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]
 
 
 def _speculation(algorithm: str, draft: Path) -> dict[str, Any]:
-    steps = min(STEPS, most_steps(draft, algorithm) or STEPS)
+    steps = min(STEPS, max_steps(draft, algorithm) or STEPS)
     return {"algorithm": algorithm, "draft_model_path": str(draft), "steps": steps}
 
 

@@ -71,7 +71,7 @@ class PromptAdmission:
         # At least one token must be computed: its logits give the first output token.
         pages = self._space.pages_for(request.num_tokens)
         request.keyed, request.rewrites = len(keys), self._rules.rewrites
-        cached = request.most_cached
+        cached = request.max_cached
         lease = self._space.lease(keys, pages, max_cached_tokens=cached, salt=request.salt)
         if lease is not None and not request.granted and not self._space.has_room(self._longest):
             lease.release()

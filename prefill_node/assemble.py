@@ -110,7 +110,7 @@ def assemble(
             grammars,
             pacing,
             parts.host.tier,
-            links.role.most_tokens,
+            links.role.max_forward_tokens,
         ),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion, parts.host.copies)),
         orders,

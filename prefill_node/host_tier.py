@@ -128,7 +128,7 @@ class HostPrefixes:
         assert lease is not None
         cached, size = lease.cached_tokens, self.cache.block_tokens
         self._totals.queries += request.num_tokens - cached
-        prefix = self.cache.find(keys, request.most_cached, request.salt)
+        prefix = self.cache.find(keys, request.max_cached, request.salt)
         if prefix is None:
             return
         tokens = len(prefix.blocks) * size

@@ -62,7 +62,7 @@ class Scheduling:
     grammars: Grammars = NO_GRAMMARS
     pacing: PromptPacing = NO_PACING
     tier: HostTier = field(default_factory=NoHostTier)
-    most_tokens: Callable[[], int | None] = lambda: None  # bounds forwards further than `times` does
+    max_forward_tokens: Callable[[], int | None] = lambda: None  # bounds forwards further than `times` does
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Planner:
         self._limits = scheduling.limits
         self._times = scheduling.times
         self._tier = scheduling.tier
-        self._most_tokens = scheduling.most_tokens
+        self._max_forward_tokens = scheduling.max_forward_tokens
         self._unread: deque[Planned] = deque()
         self._forget: list[int] = []
         self._generation = 0
@@ -116,7 +116,7 @@ class Planner:
         limits = self._limits
         computing, waiting = self._queues.computing.values(), len(self._queues.waiting)
         times, arrivals = self._times, self._queues.arrivals if self._times.learns else None
-        most = self._most_tokens()
+        most = self._max_forward_tokens()
         curve = times.curve if most is None else times.curve.up_to(most)
         chunks = plan_chunks(computing, now, curve, limits.max_batch, limits.grid, arrivals, waiting)
         stores = tuple(self._tier.planned())

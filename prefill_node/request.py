@@ -107,7 +107,7 @@ class PrefillRequest:
         return with_images(self.keys, self.images) if self.images else self.keys
 
     @property
-    def most_cached(self) -> int:
+    def max_cached(self) -> int:
         """Return how many tokens the prefix cache may supply: those whose hidden states nothing reads."""
         if self.sampling.prompt_logprobs is not None:
             return 0

@@ -36,7 +36,7 @@ class CurrentRole(Protocol):
         """Return the state of a node that has this many requests; called once per turn of its main loop."""
         ...
 
-    def most_tokens(self) -> int | None:
+    def max_forward_tokens(self) -> int | None:
         """Return the most tokens of one forward of prompts; None: as many as the node's limits say."""
         ...
 
@@ -53,7 +53,7 @@ class FixedRole:
     def state(self, requests: int, now: float) -> NodeState:
         return "up"
 
-    def most_tokens(self) -> int | None:
+    def max_forward_tokens(self) -> int | None:
         return None
 
 
@@ -148,5 +148,5 @@ class HalfRole:
     def state(self, requests: int, now: float) -> NodeState:
         return self.switch.state(self.role, requests, now)
 
-    def most_tokens(self) -> int | None:
+    def max_forward_tokens(self) -> int | None:
         return None if self.switch.role == self.role else self.switch.local_tokens

@@ -24,7 +24,7 @@ def no_tensors(names: Collection[str]) -> bool:
 
 
 def any_steps(raw: Json, file: Path) -> int | None:
-    """Return None, the default of `most_steps`: a draft that runs again for every step makes any number of steps."""
+    """Return None, the default of `max_steps`: a draft that runs again for every step makes any number of steps."""
     return None
 
 
@@ -61,7 +61,7 @@ class DraftDirectory:
     # Moves nested keys of config.json to the top level; called with (keys, where) of any draft.
     flatten: Callable[[Json, str], Json] = as_it_is
     # The maximum steps of a draft with this config.json (keys, its path); None: any number. Raises ModelError.
-    most_steps: Callable[[Json, Path], int | None] = any_steps
+    max_steps: Callable[[Json, Path], int | None] = any_steps
     # Compares the directories of draft and target, before either is loaded. Raises ModelError.
     compare: Callable[[Path, Path], None] = no_comparison
     # The draft reads embeddings, so it supports targets that read images.

@@ -55,11 +55,11 @@ def algorithm_of(path: str | Path, target: str | Path) -> str:
     return found[0]
 
 
-def most_steps(path: str | Path, name: str) -> int | None:
+def max_steps(path: str | Path, name: str) -> int | None:
     """Return the maximum steps of the draft at `path`; None: any number. Raises ModelError."""
     file, raw = _read(path)
     directory = algorithm(name).directory
-    return None if directory is None else directory.most_steps(raw, file)
+    return None if directory is None else directory.max_steps(raw, file)
 
 
 def _read(path: str | Path) -> tuple[Path, Json]:

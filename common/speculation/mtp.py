@@ -55,7 +55,7 @@ def _layers(raw: Json, file: Path) -> ModelConfig:
     return ModelConfig.parse(module_config(raw, count, str(file)), file.parent)
 
 
-def _most_steps(raw: Json, file: Path) -> int | None:
+def _max_steps(raw: Json, file: Path) -> int | None:
     modules = module_count(raw, file.parent)
     return modules if modules > 1 else None
 
@@ -73,7 +73,7 @@ MTP = Algorithm(
         read=_read,
         model="common.node.loaded_draft:load_modules",
         fits=_fits,
-        most_steps=_most_steps,
+        max_steps=_max_steps,
     ),
     slots=_slots,
 )

@@ -43,11 +43,11 @@ def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
         model="target",
         phase="encoder",
         mode=ForwardMode.EXTEND,
-        shapes=tuple(ShapeKey(tokens, most_windows(tokens)) for tokens in token_buckets),
+        shapes=tuple(ShapeKey(tokens, max_windows(tokens)) for tokens in token_buckets),
     )
 
 
-def most_windows(tokens: int) -> int:
+def max_windows(tokens: int) -> int:
     """Return the most windows that a graph for `tokens` tokens can hold."""
     return max(1, tokens // TOKENS_PER_WINDOW)
 
@@ -89,7 +89,7 @@ class PatchProgram:
         if groups is batch.groups:
             self._runs = batch.windows, batch.whole
             return
-        windows = self.windows[: most_windows(len(groups)) + 1]
+        windows = self.windows[: max_windows(len(groups)) + 1]
         self._runs = (
             Segments(_loaded(windows, batch.windows.starts), self._part.window),
             Segments(_loaded(self.images, batch.whole.starts), len(groups) * self._part.group),

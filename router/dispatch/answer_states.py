@@ -62,7 +62,7 @@ class AnswerStates:
         rows += data
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The most bytes that its states can take."""
         return (self._most - 1 - self.first) * self._row
 

@@ -22,16 +22,16 @@ MAX_COMPARED = 8  # nodes whose halves are compared for one prompt
 class LocalPrefill:
     """Compares a chosen pair with the halves of movable nodes, by predicted milliseconds."""
 
-    def __init__(self, history: PlacementHistory, health: NodeHealth, most_tokens: int, rng: Random) -> None:
-        """`most_tokens`: of a prompt that are not cached; 0: every prompt goes to a prefill node."""
+    def __init__(self, history: PlacementHistory, health: NodeHealth, max_tokens: int, rng: Random) -> None:
+        """`max_tokens`: of a prompt that are not cached; 0: every prompt goes to a prefill node."""
         self._history = history
         self._health = health
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._rng = rng
 
     @property
     def enabled(self) -> bool:
-        return self._most_tokens > 0
+        return self._max_tokens > 0
 
     def instead(
         self,
@@ -60,7 +60,7 @@ class LocalPrefill:
         for each, prefill, decode in zip(usable, prefills[1:], decodes[1:], strict=True):
             cached = self._history.cached_tokens(matches["prefill"], each.prefill, prompt)
             cost = local_cost(prefill, decode)
-            if prompt.tokens - cached <= self._most_tokens and cost < best:
+            if prompt.tokens - cached <= self._max_tokens and cost < best:
                 best, chosen = cost, each
         return chosen
 

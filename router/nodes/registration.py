@@ -28,7 +28,7 @@ class ExpectedNode:
     role: Role
     # Prefill nodes: from the file, where port 0 means any port, and the host `own` any host; decode nodes: "".
     peer_address: str
-    least_model_len: int  # tokens that a request must be allowed to have there
+    min_model_len: int  # tokens that a request must be allowed to have there
     pages: int | None  # in its pool; None if the node derives it from the memory of its GPU
     count: int | None = None  # how many nodes a pattern may have at the same time; None for a single node
     # The same node as a decode node, if it is movable; the other fields then describe it as a prefill node.
@@ -139,10 +139,10 @@ class RegistrationRules:
             raise HandshakeRefused(
                 f"{name} has {message.total_pages} pages; the cluster file allows {wanted}"
             )
-        if not expected.least_model_len <= message.max_model_len <= self.max_model_len:
+        if not expected.min_model_len <= message.max_model_len <= self.max_model_len:
             raise HandshakeRefused(
                 f"{name} accepts requests of up to {message.max_model_len} tokens; the cluster file requires "
-                f"{expected.least_model_len} to {self.max_model_len}: give the node more memory, or set "
+                f"{expected.min_model_len} to {self.max_model_len}: give the node more memory, or set "
                 "model.max_model_len"
             )
 

@@ -62,7 +62,7 @@ class StateMemory:
     @contextmanager
     def hold(self, answers: Sequence[AnswerStates]) -> Iterator[None]:
         """Reserve what the states of a request's answers may take. Raises Overloaded, or InvalidRequest if never."""
-        size = sum(each.most_bytes for each in answers)
+        size = sum(each.max_bytes for each in answers)
         if size > self._most:
             raise InvalidRequest(
                 f"the hidden states of all answers of this request may take {size // _MIB} MiB; the limit is "

@@ -52,7 +52,7 @@ def compare_attention(
     if qkv.is_cuda:
         torch.cuda.synchronize()  # the kernel reads keys before it waits for the launch before it
     found = rotary_decode_triton(
-        qkv, cos, sin, *norms, slots, planes[0], planes[1], table, lengths, 76, window, 0.2, most_keys=16
+        qkv, cos, sin, *norms, slots, planes[0], planes[1], table, lengths, 76, window, 0.2, max_keys=16
     )
     limit = TOLERANCE[dtype]
     torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], atol=limit, rtol=limit)

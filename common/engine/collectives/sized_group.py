@@ -11,13 +11,13 @@ from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 TWO_RANKS_BYTES = 2 << 20
 
 
-def most_bytes(ranks: int) -> int:
+def max_small_bytes(ranks: int) -> int:
     """Return the limit for a number of ranks."""
     return TWO_RANKS_BYTES * 4 // ranks**2
 
 
 class BySize(CollectiveGroup):
-    """Gives tensors of up to `most_bytes` to `small` and others to `large`, which join the same ranks.
+    """Gives tensors of up to `max_small_bytes` to `small` and others to `large`, which join the same ranks.
 
     The choice depends on shapes only, so that all ranks make the same one.
     """
@@ -25,7 +25,7 @@ class BySize(CollectiveGroup):
     def __init__(self, small: CollectiveGroup, large: CollectiveGroup) -> None:
         super().__init__(small.shard)
         self._small, self._large = small, large
-        self._most = most_bytes(small.shard.size)
+        self._most = max_small_bytes(small.shard.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._of(x).all_reduce(x)

@@ -38,7 +38,7 @@ class PairGroups(NamedTuple):
     tiles: Tensor  # [N, FIELDS] int32: (expert, first place, number of pairs); zeros past the last tile
 
 
-def most_tiles(pairs: int, count: int, rows: int) -> int:
+def max_tiles(pairs: int, count: int, rows: int) -> int:
     """Return N, the most tiles that any choice of experts needs: each expert may have one that is not full."""
     return cdiv(pairs, rows) + min(count, pairs)
 
@@ -57,7 +57,7 @@ def group_pairs_reference(experts: Tensor, count: int, rows: int, extra: int = 0
         if size:
             listed.append((expert, first + full * rows, size - full * rows))
         first += size
-    tiles = experts.new_zeros((most_tiles(len(experts), count, rows), FIELDS))
+    tiles = experts.new_zeros((max_tiles(len(experts), count, rows), FIELDS))
     tiles[: len(listed)] = experts.new_tensor(listed).view(-1, FIELDS)
     return PairGroups(torch.cat([pairs, pairs.new_zeros(len(experts) - len(pairs))]).int(), tiles)
 
@@ -147,7 +147,7 @@ def group_pairs_triton(experts: Tensor, count: int, rows: int, extra: int = 0) -
     total = experts.shape[0]
     assert experts.dtype == torch.int32 and experts.is_contiguous(), "experts are int32 in a row"  # noqa: PT018
     block = SMALL_BLOCK if total <= SMALL else BLOCK
-    blocks, most = cdiv(total, block), most_tiles(total, count, rows)
+    blocks, most = cdiv(total, block), max_tiles(total, count, rows)
     counts = experts.new_empty((blocks, count))
     groups = PairGroups(torch.empty_like(experts), experts.new_empty((most, FIELDS)))
     if total == 0:

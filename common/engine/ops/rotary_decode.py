@@ -229,7 +229,7 @@ def rotary_decode_triton(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
-    most_keys: int = BLOCK_KEYS,
+    max_keys: int = BLOCK_KEYS,
 ) -> Tensor:
     """Split over keys (flash-decoding). A padding row (length 0) yields zeros.
 
@@ -237,7 +237,7 @@ def rotary_decode_triton(
     have ended.
 
     Args:
-        most_keys: the maximum number of keys per block.
+        max_keys: the maximum number of keys per block.
     """
     batch, all_heads, head_dim = qkv.shape
     _, page_size, kv_heads, _ = key_plane.shape
@@ -259,7 +259,7 @@ def rotary_decode_triton(
     division = choose_division(batch * kv_heads, group, keys, head_bytes, processors)
     splits, rows = division.splits, max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
-        rows, most_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows
+        rows, max_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows
     )
     parts = KeyParts(batch * kv_heads, group, division, out)
     _rotary_decode_kernel[(kv_heads, splits, batch)](

@@ -57,13 +57,13 @@ def cut_attention(
     head_dim: int,
     itemsize: int,
     room: SharedMemory,
-    least_rows: int = MIN_TILE,
+    min_rows: int = MIN_TILE,
 ) -> tuple[int, int]:
     """Return rows and keys of a tile that fits, halving keys and rows in turn. Raises RuntimeError if none fits."""
     while attention_bytes(rows, keys, stages, head_dim, itemsize, room) > room.shared_bytes:
-        if keys > SHORT or (keys > MIN_TILE and rows <= least_rows):
+        if keys > SHORT or (keys > MIN_TILE and rows <= min_rows):
             keys //= 2
-        elif rows > least_rows:
+        elif rows > min_rows:
             rows //= 2
         else:
             raise RuntimeError(

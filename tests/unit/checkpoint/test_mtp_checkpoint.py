@@ -36,7 +36,7 @@ from common.engine.state.relay_state import RelayState, draft_rows
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.node.serving_draft import draft_shape
-from common.speculation.directory import load_draft_config, most_steps
+from common.speculation.directory import load_draft_config, max_steps
 from decode_node.speculative.state import RoundState
 from tests.fakes.mtp_models import first_modules
 
@@ -147,8 +147,8 @@ def test_one_module_runs_at_every_step(steps: int, target: CausalLM, tmp_path: P
     assert (hidden_rows_for(config), proposals_for(config, 1), lookahead_for(config)) == (1, 1, 1)
     shape = draft_shape(config, 1, PLACEMENT)
     assert (shape.topk, shape.hidden, shape.dtype_name) == (1, HIDDEN, "float32")
-    assert most_steps(path, "mtp") is None
-    assert most_steps(MTP, "mtp") == 3
+    assert max_steps(path, "mtp") is None
+    assert max_steps(MTP, "mtp") == 3
     model = load_mtp(path, config, target, PLACEMENT)
     (head,) = model.heads
     output = head(torch.tensor([3]), torch.randn(1, HIDDEN), torch.tensor([0]), OneRow())

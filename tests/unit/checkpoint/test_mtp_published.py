@@ -24,7 +24,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.model_runner import load_model
 from common.engine.forward.mtp_runner import load_mtp
 from common.errors import ModelError
-from common.speculation.directory import algorithm_of, load_draft_config, most_steps
+from common.speculation.directory import algorithm_of, load_draft_config, max_steps
 from tests.fakes.pools import plain_pool
 from tests.fakes.published_heads import whole_text
 from tests.fakes.published_mtp import PUBLISHED, save
@@ -51,7 +51,7 @@ def test_target_and_modules_from_their_directories(name: str, count: int, tmp_pa
 
     draft = with_steps(load_draft_config(saved.draft, "mtp", ModelConfig.load(saved.target)), 3)
     assert (draft.repeats, draft.modules) == ((True, 0) if count == 1 else (False, 3))
-    assert most_steps(saved.draft, "mtp") == (None if count == 1 else 3)
+    assert max_steps(saved.draft, "mtp") == (None if count == 1 else 3)
     assert draft.aux_layers == ((target.config.num_layers,) if saved.form.before_norm else ())
     heads = load_mtp(saved.draft, draft, target, PLACEMENT).heads
     hidden = torch.randn(len(TEXT), draft.target_hidden, generator=torch.Generator().manual_seed(3))

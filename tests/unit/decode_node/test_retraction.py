@@ -31,11 +31,11 @@ class HoldingTier(NoDecodeTier):
         self.brought: list[int] = []
 
     def store_retracted(
-        self, request: DecodeRequest, pages: Sequence[int], most_bytes: int
+        self, request: DecodeRequest, pages: Sequence[int], max_bytes: int
     ) -> HeldPages | None:
-        self.asked.append(most_bytes)
+        self.asked.append(max_bytes)
         nbytes = len(pages) * PAGE_BYTES
-        if nbytes > most_bytes:
+        if nbytes > max_bytes:
             return None
         self.held.append(HeldPages(len(pages), nbytes, None, range(len(pages)), storing=False))
         return self.held[-1]

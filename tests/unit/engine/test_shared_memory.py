@@ -106,11 +106,11 @@ def test_16_bits_and_heads_of_128_are_as_on_an_h200_everywhere() -> None:
 
 
 def test_rows_that_stay_together_are_not_cut() -> None:
-    assert cut_attention(32, 64, 2, 256, 4, RTX, least_rows=32) == (32, 16)
+    assert cut_attention(32, 64, 2, 256, 4, RTX, min_rows=32) == (32, 16)
     with pytest.raises(
         RuntimeError, match="heads of 512 numbers of 4 bytes, 64 queries .* load the model in 16 bits"
     ):
-        cut_attention(64, 64, 2, 512, 4, RTX, least_rows=64)
+        cut_attention(64, 64, 2, 512, 4, RTX, min_rows=64)
 
 
 def test_products_have_shorter_steps_or_are_left_to_the_library() -> None:

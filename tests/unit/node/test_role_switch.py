@@ -84,12 +84,12 @@ def test_the_half_in_standby_computes_short_prompts_for_its_own_node() -> None:
     switch.local_peer = PEER
     assert prefill.takes(PEER)
     assert not prefill.takes("2" * 32)
-    assert (prefill.most_tokens(), decode.most_tokens()) == (128, None)
+    assert (prefill.max_forward_tokens(), decode.max_forward_tokens()) == (128, None)
     switch.change(order("prefill", 9.0), 0.0)
     assert prefill.takes(PEER), "the other half is draining and needs the prompts that it was given"
     assert decode.state(0, 1.0) == "standby"
     assert prefill.takes("2" * 32)
-    assert (prefill.most_tokens(), decode.takes(PEER)) == (None, False)
+    assert (prefill.max_forward_tokens(), decode.takes(PEER)) == (None, False)
 
 
 def test_a_node_with_one_role_refuses() -> None:

@@ -50,7 +50,7 @@ class Rig:
         self.space = PageSpace(PAGE, 99, NoPrefixCache())
         self.queues = Queues()
         self.most: int | None = None  # tokens of a forward
-        scheduling = Scheduling(self.space, rules, LIMITS, times, most_tokens=lambda: self.most)
+        scheduling = Scheduling(self.space, rules, LIMITS, times, max_forward_tokens=lambda: self.most)
         self.planner = Planner(self.queues, scheduling)
 
     def request(

@@ -50,7 +50,7 @@ def request(tokens: int, sampling: SamplingParams | None = None, cached: int = 0
     ],
 )
 def test_what_is_read_of_a_prompt_is_not_taken_from_the_cache(sampling: SamplingParams, most: int) -> None:
-    assert request(10, sampling).most_cached == most
+    assert request(10, sampling).max_cached == most
 
 
 def test_the_longer_of_two_cached_prefixes_counts() -> None:

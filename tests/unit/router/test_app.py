@@ -127,7 +127,7 @@ def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) 
         name,
         fingerprint=model_fingerprint(TINY),
         peer_address=expected.peer_address,
-        max_model_len=expected.least_model_len,
+        max_model_len=expected.min_model_len,
         total_pages=expected.pages or 1,
     )
 

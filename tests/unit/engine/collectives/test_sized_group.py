@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
-from common.engine.collectives.sized_group import SizedGroup, most_bytes
+from common.engine.collectives.sized_group import SizedGroup, max_small_bytes
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
-VALUES = most_bytes(2) // 4  # of float32
+VALUES = max_small_bytes(2) // 4  # of float32
 
 
 class Recording(Unaccompanied, DeviceGroup):
@@ -85,7 +85,7 @@ def test_the_bytes_of_a_tensor_decide(values: int, is_small: bool) -> None:
 
 def test_more_ranks_give_less_to_the_small_group() -> None:
     """Each of n ranks sends to n - 1 others and receives as much."""
-    assert [most_bytes(ranks) for ranks in (2, 4, 8)] == [2 << 20, 512 << 10, 128 << 10]
+    assert [max_small_bytes(ranks) for ranks in (2, 4, 8)] == [2 << 20, 512 << 10, 128 << 10]
     small, large, group = ways(size=4)
     group.all_reduce(torch.zeros(1, VALUES))
     assert (small.calls, large.calls) == ([], ["all_reduce"])
