@@ -117,7 +117,7 @@ class Inbound:
             return
         if message.first > self.next_page:
             counters.gaps += 1  # a frame was lost; the checksums decide at the end
-        self.next_page, self.moved_at = end, now
+        self.next_page, self.moved_at = end, max(now, self.link.busy_until)
         self.go(ReceiveState.RECEIVING)
 
     def slots(self, now: float) -> Slots:

@@ -666,6 +666,22 @@ def test_long_work_is_announced_for_rooms_that_are_new_or_come_meanwhile() -> No
     assert rig.decode.poll() == []
 
 
+def test_pages_that_land_do_not_shorten_the_announced_time() -> None:
+    """A prefill node announces work once if later launches fit into that time; pages of each chunk land meanwhile."""
+    rig = Rig()
+    rig.begin(1)
+    rig.sender.heartbeats.announce(5 * LIMITS.stall_timeout)
+    rig.decode.pump()
+    rig.sender.send_pages(1, [1], 0)
+    rig.decode.pump()
+    rig.clock.now += 5 * LIMITS.stall_timeout
+    assert rig.decode.poll() == []
+    rig.clock.now += LIMITS.stall_timeout
+    (failed, *_) = rig.decode.poll()
+    assert isinstance(failed, RoomFailed)
+    assert "no progress" in failed.reason
+
+
 def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     rig = Rig()
     rig.begin(9)
