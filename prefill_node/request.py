@@ -28,6 +28,7 @@ class PrefillRequest:
     Sent pages past `computed` are those that are sent layer by layer.
     """
 
+    # As the router has sent it.
     room: int
     request_id: str
     keys: Keys  # [prompt tokens] int64: the token ids, in the form that the batch uses
@@ -40,25 +41,31 @@ class PrefillRequest:
     waited: float = 0.0  # seconds before `received`, in the queues of nodes that gave it back
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
-    compilation: PendingFollower | None = None  # its grammar's, until `matcher` and `mask` are set
+
+    # Its grammar.
+    compilation: PendingFollower | None = None  # until `matcher` and `mask` are set
     matcher: Follower | None = None  # has followed the answer so far
     mask: bytes = b""  # the tokens that may come first, one row of common.grammar.matcher.Masks; empty: all
-    granted: bool = False  # the decode node has reserved its pages
+
+    # Its pages: on this node, in host memory, and sent.
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     keyed: int = 0  # tokens whose KV depends only on the prompt; a draft also reads later tokens
     rewrites: int = 0  # tokens before a chunk whose KV the chunk's forward may rewrite
+    load: HostCopy | None = None  # what the plan of its first chunk copies from host memory
+    loaded: int = 0  # tokens of the prefix that ends with what is copied from host memory; 0: nothing is
+    storing: bool = False  # its pages are being copied to host memory
+    granted: bool = False  # the decode node has reserved its pages
+    sent_pages: int = 0  # logical pages passed to the sender, including those that the peer already holds
+    recorded: bool = False  # its record was ordered to be sent
+
+    # Its progress.
     launched_at: float = math.inf  # monotonic seconds of its latest chunk's launch
     scheduled: int = 0  # tokens whose forward has been launched, including the reused prefix
     computed: int = 0  # tokens whose KV is known to be written
     computed_by: int = 0  # generation of the plan that wrote the last of them; 0 for the prefix cache
-    load: HostCopy | None = None  # what the plan of its first chunk copies from host memory
-    loaded: int = 0  # tokens of the prefix that ends with what is copied from host memory; 0: nothing is
-    storing: bool = False  # its pages are being copied to host memory
-    sent_pages: int = 0  # logical pages passed to the sender, including those that the peer already holds
+    in_flight: int = 0  # unfinished launches; its pages must not be freed while there are any
     first_token: OutputToken | None = None
     draft: DraftRow = NO_DRAFT  # set with the first token if there is a draft model
-    in_flight: int = 0  # unfinished launches; its pages must not be freed while there are any
-    recorded: bool = False  # its record was ordered to be sent
     ended: bool = False  # aborted or failed: nothing more is launched
     settled: bool = False  # the sender no longer reads these pages
     stages: dict[str, float] = field(default_factory=dict)
