@@ -103,7 +103,7 @@ class PeerTable:
                 return peer
         return None
 
-    def outlived(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
+    def replaced(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
         """Return the peers that this Hello replaces.
 
         They are earlier processes of the node, and peers with the same socket or incarnation and another Hello.
@@ -182,7 +182,7 @@ class PeerTable:
             )
 
     def admit(self, identity: bytes, incarnation: str, hello: Hello) -> Peer:
-        """Return the welcomed peer, after `check` has passed and `outlived` peers are dropped. Raises Refusal."""
+        """Return the welcomed peer, after `check` has passed and `replaced` peers are dropped. Raises Refusal."""
         known = self.find(incarnation)
         if known is not None:
             # The same Hello again, possibly over a new socket.

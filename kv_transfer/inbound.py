@@ -49,7 +49,7 @@ class Link:
     side: Side | None = None  # the blocks that it writes here; set when READY
     dial: Dial | None = None  # connects to other ranks of its node
     addresses: tuple[str, ...] = ()  # of all ranks of its node, if it is rank 0; set when READY
-    expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node has said
+    expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node has ranks
 
     def unanswered(self, now: float, timeout: float) -> bool:
         """Return whether Hello has waited too long: `timeout` if not connected, MAX_GREETING if connected."""
@@ -63,14 +63,14 @@ class Link:
         Raises ValueError if planes do not divide among that many ranks, HandshakeRefused if it is another rank than
         the one that was dialed.
         """
-        said = (welcome.tp_rank, welcome.tp_size)
-        if self.expected not in (None, said):
+        rank, size = welcome.tp_rank, welcome.tp_size
+        if self.expected not in (None, (rank, size)):
             raise HandshakeRefused(
-                f"prefill node {welcome.node}: rank {said[0]} of {said[1]} answers for rank %s of %s; restart that node"
+                f"prefill node {welcome.node}: rank {rank} of {size} answers for rank %s of %s; restart that node"
                 % self.expected
             )
-        theirs = msgspec.structs.replace(layout, tp_rank=welcome.tp_rank, tp_size=welcome.tp_size)
-        self.ranks, self.side, self.addresses = said, pair_plan(theirs, layout).dst, welcome.addresses
+        theirs = msgspec.structs.replace(layout, tp_rank=rank, tp_size=size)
+        self.ranks, self.side, self.addresses = (rank, size), pair_plan(theirs, layout).dst, welcome.addresses
         self.state, self.node = LinkState.READY, welcome.node
 
 

@@ -215,20 +215,20 @@ class Outbound:
                     self.endpoint.cancel(ticket)
 
     def advance(self, now: float) -> list[ToReceiver]:
-        said: list[ToReceiver] = []
+        messages: list[ToReceiver] = []
         if self.ended:
-            return said
-        self._reap(said, now)
+            return messages
+        self._reap(messages, now)
         if self.state is SendState.FINISHING and self.settled:
             self._post_record(now)
-            self._reap(said, now)
+            self._reap(messages, now)
         if self.state is not SendState.DRAINING and not self.ended:
             self._check_time(now)
         if self.state is SendState.DRAINING:
-            self._settle(said)
-        return said
+            self._settle(messages)
+        return messages
 
-    def _reap(self, said: list[ToReceiver], now: float) -> None:
+    def _reap(self, messages: list[ToReceiver], now: float) -> None:
         """Announce landed writes in order; a failed write makes the room drain."""
         while self._posted and self.state is not SendState.DRAINING:
             head = self._posted[0]
@@ -245,7 +245,7 @@ class Outbound:
             self._moved_at = now
             self.counters.bytes_written += head.nbytes
             self.bytes_written += head.nbytes
-            said.extend(self._landed(head))
+            messages.extend(self._landed(head))
 
     def _landed(self, write: PostedWrite) -> list[ToReceiver]:
         assert self.slots is not None
@@ -308,7 +308,7 @@ class Outbound:
                     f"no byte reached the decode node for {self.limits.stall_timeout:g} s",
                 )
 
-    def _settle(self, said: list[ToReceiver]) -> None:
+    def _settle(self, messages: list[ToReceiver]) -> None:
         """Send the final message once no write is outstanding; a write that never settles leaves the room poisoned."""
         self._posted = [each for each in self._posted if self._outcome(each) is WriteState.PENDING]
         if self._posted:
@@ -317,9 +317,9 @@ class Outbound:
         if self.slots is None or self.failure is None:
             return
         if self.abort_asked:
-            said.append(AbortAck(self.room, self.slots.generation))
+            messages.append(AbortAck(self.room, self.slots.generation))
         else:
-            said.append(
+            messages.append(
                 SenderFailed(self.room, self.slots.generation, self.failure[0], self.failure[1][:4096])
             )
 

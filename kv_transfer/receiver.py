@@ -70,7 +70,7 @@ class Receiver:
         self._ranks = RankLinks(layout, limits.max_peers, clock)
         self.links = self._ranks.links
         self.rooms = InboundRooms(layout, record_slots)
-        self.heartbeats = ReceiverHeartbeats(self.links, self.rooms, self._say, clock)
+        self.heartbeats = ReceiverHeartbeats(self.links, self.rooms, self._notify, clock)
         self._events: list[ReceiverEvent] = []
 
     @property
@@ -97,7 +97,7 @@ class Receiver:
         hello = messages.Hello(
             self._node, self._layout, where, slots, self._limits.record_bytes, self._leader
         )
-        self._say(link, hello)
+        self._notify(link, hello)
 
     def dial_ranks(self, incarnation: str) -> None:
         """Connect to the other ranks of the prefill node with this rank 0; raises RequestError, HandshakeRefused."""
@@ -387,12 +387,12 @@ class Receiver:
         inbound.go(ReceiveState.AWAITING)
         inbound.moved_at = max(self._clock(), inbound.link.busy_until)
         self._endpoint.announce(inbound.window)
-        self._say(inbound.link, inbound.slots(self._clock()))
+        self._notify(inbound.link, inbound.slots(self._clock()))
 
     def _say_abort(self, inbound: Inbound) -> None:
         inbound.moved_at = self._clock()
-        self._say(inbound.link, inbound.abort())
+        self._notify(inbound.link, inbound.abort())
 
-    def _say(self, link: Link, message: ToSender) -> None:
+    def _notify(self, link: Link, message: ToSender) -> None:
         if link.send(messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1

@@ -17,21 +17,21 @@ class ReceiverHeartbeats(Heartbeats):
         self,
         links: Mapping[str, Link],
         rooms: InboundRooms,
-        say: Callable[[Link, Queued], None],
+        send: Callable[[Link, Queued], None],
         clock: Callable[[], float],
     ) -> None:
         """`links` and `rooms` are live views of the receiver's."""
         super().__init__(clock)
         self._links = links
         self._rooms = rooms
-        self._say = say
+        self._send = send
 
     def announce(self, seconds: float) -> None:
         """Tell every prefill node that this node's loop may be busy for `seconds` from now on."""
         if self.must_announce(seconds):
             for link in self._links.values():
                 if link.state is LinkState.READY:
-                    self._say(link, Queued((), self.busy_ms))
+                    self._send(link, Queued((), self.busy_ms))
 
     def send_due(self, waiting: Iterable[tuple[str, int]]) -> None:
         """Send the heartbeats that are due.
@@ -46,7 +46,7 @@ class ReceiverHeartbeats(Heartbeats):
         for incarnation, named in rooms.items():
             link = self._links.get(incarnation)
             if link is not None and link.state is not LinkState.LOST:
-                self._say(link, Queued(tuple(named[:MAX_ROOMS]), self.busy_ms))
+                self._send(link, Queued(tuple(named[:MAX_ROOMS]), self.busy_ms))
 
     def handle(self, link: Link, working: Working) -> None:
         """Process the message of a prefill node that names rooms it works on, or says that it will be busy."""

@@ -75,7 +75,7 @@ class Sender:
         self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(*bounds)  # incarnation, abort
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired, keeps_name)
-        self.heartbeats = SenderHeartbeats(self.rooms, self.peers.all, self._say, clock)
+        self.heartbeats = SenderHeartbeats(self.rooms, self.peers.all, self._notify, clock)
         self._expired_at = clock()  # when what expires was last looked at
 
     @property
@@ -228,14 +228,14 @@ class Sender:
             self.heartbeats.handle(known, decoded)
         elif known is None:
             self.counters.ungreeted_slots += 1
-            self._say(peer, messages.HelloNeeded())
+            self._notify(peer, messages.HelloNeeded())
         else:
             self._slots(known, decoded)
 
     def _hello(self, identity: bytes, incarnation: str, hello: Hello) -> None:
         try:
             self.peers.check(identity, incarnation, hello)
-            for old in self.peers.outlived(identity, incarnation, hello):
+            for old in self.peers.replaced(identity, incarnation, hello):
                 for gone in {old.incarnation, old.leader} - {incarnation, hello.leader}:
                     self._retired.put(gone, incarnation)
                 self._drop(old, f"decode node {old.hello.node} restarted")
@@ -246,7 +246,7 @@ class Sender:
         self.counters.handshakes += 1
         layout = self.endpoint.layout
         who = layout.tp_rank, layout.tp_size
-        self._say(identity, messages.Welcome(self._node, self._process, *who, self.addresses))
+        self._notify(identity, messages.Welcome(self._node, self._process, *who, self.addresses))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
         """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
@@ -258,7 +258,7 @@ class Sender:
             self.counters.invalid_slots += 1
             self._decline(peer, slots, TransferFailed.code, f"slots refused: {rejected}")
         elif aborted is not None and who == peer.incarnation and aborted.generation >= slots.generation:
-            self._say(peer.identity, AbortAck(room, slots.generation))
+            self._notify(peer.identity, AbortAck(room, slots.generation))
         elif expected is not None:
             self._grant(expected, peer, slots, self._clock())
         else:
@@ -305,7 +305,7 @@ class Sender:
                 expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
         if self.endpoint.writes_ended(incarnation):  # else the decode node asks again
-            self._say(identity, AbortAck(abort.room, abort.generation))
+            self._notify(identity, AbortAck(abort.room, abort.generation))
 
     # ---- state changes and messages to decode nodes
 
@@ -358,7 +358,7 @@ class Sender:
         for part in room.parts:
             for message in part.advance(self._clock()):
                 if part.peer is not None and not part.peer.lost:
-                    self._say(part.peer.identity, message)
+                    self._notify(part.peer.identity, message)
 
     def _watch(self, room: OutboundRoom) -> None:
         """Arrange for the room to be advanced: in every poll if it is busy, else at its alarm."""
@@ -381,13 +381,13 @@ class Sender:
     def _decline(self, peer: Peer, slots: Slots, code: str, reason: str) -> None:
         """Tell the decode node that nothing was or will be written for this generation."""
         if not peer.lost:
-            self._say(peer.identity, SenderFailed(slots.room, slots.generation, code[:64], reason[:4096]))
+            self._notify(peer.identity, SenderFailed(slots.room, slots.generation, code[:64], reason[:4096]))
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:
         self.counters.refused[refusal.cause] += 1
-        self._say(identity, Refused(str(refusal)[:4096]))
+        self._notify(identity, Refused(str(refusal)[:4096]))
 
-    def _say(self, identity: bytes, message: ToReceiver) -> None:
+    def _notify(self, identity: bytes, message: ToReceiver) -> None:
         if self._send(identity, messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1
 

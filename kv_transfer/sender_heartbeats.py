@@ -18,21 +18,21 @@ class SenderHeartbeats(Heartbeats):
         self,
         rooms: Mapping[int, OutboundRoom],
         peers: Callable[[], Iterable[Peer]],
-        say: Callable[[bytes, Working], None],
+        send: Callable[[bytes, Working], None],
         clock: Callable[[], float],
     ) -> None:
         """`rooms` and `peers` are live views of the sender's."""
         super().__init__(clock)
         self._rooms = rooms
         self._peers = peers
-        self._say = say
+        self._send = send
 
     def announce(self, seconds: float) -> None:
         """Tell every decode node that this node's loop may be busy for `seconds` from now on."""
         if self.must_announce(seconds):
             # Every peer is notified: rooms that are new, or whose slots arrive meanwhile, wait for this work too.
             for peer in self._peers():
-                self._say(peer.identity, Working((), self.busy_ms))
+                self._send(peer.identity, Working((), self.busy_ms))
 
     def send_due(self) -> None:
         """Send the heartbeats that are due. Called in every poll.
@@ -49,7 +49,7 @@ class SenderHeartbeats(Heartbeats):
             if in_hand and outbound.peer is not None and not outbound.peer.lost:
                 rooms.setdefault(outbound.peer, []).append(outbound.room)
         for peer, named in rooms.items():
-            self._say(peer.identity, Working(tuple(named[:MAX_ROOMS]), self.busy_ms))
+            self._send(peer.identity, Working(tuple(named[:MAX_ROOMS]), self.busy_ms))
 
     def handle(self, peer: Peer | None, queued: Queued) -> None:
         """Process the message of a decode node that names rooms that wait for pages, or says that it will be busy."""

@@ -11,12 +11,14 @@ from kv_transfer.ranks.channel import AnnounceWork
 class GroupHeartbeats:
     """Announces work to the peers of all ranks. Everything else is told by each rank to its own peers."""
 
-    def __init__(self, announce: Callable[[float], None], tell_ranks: Callable[[AnnounceWork], None]) -> None:
-        """`announce` reaches the peers of rank 0, `tell_ranks` the other ranks."""
+    def __init__(
+        self, announce: Callable[[float], None], command_ranks: Callable[[AnnounceWork], None]
+    ) -> None:
+        """`announce` reaches the peers of rank 0, `command_ranks` the other ranks."""
         self._announce = announce
-        self._tell_ranks = tell_ranks
+        self._command_ranks = command_ranks
 
     def announce(self, seconds: float) -> None:
         self._announce(seconds)
         if seconds >= MIN_ANNOUNCED_SECONDS:  # peers are told of nothing shorter
-            self._tell_ranks(AnnounceWork(seconds))
+            self._command_ranks(AnnounceWork(seconds))

@@ -43,7 +43,7 @@ class _SharedRoom:
     deadline: float | None
     state_slot: int
     record_slots: int = 1  # that it takes on the rank where it takes most
-    told: bool = False  # the other ranks know it
+    announced: bool = False  # the other ranks know it
     given_up: bool = False
     arrived: Arrived | None = None  # rank 0's
     receiving: set[int] = field(default_factory=lambda: {0})  # ranks on which it has not arrived
@@ -53,8 +53,8 @@ class _SharedRoom:
 class _ReceiverGroupHeartbeats(GroupHeartbeats):
     """The heartbeats of a decode node, whose rank 0 also names the rooms that wait for pages."""
 
-    def __init__(self, local: ReceiverHeartbeats, tell_ranks: Callable[[AnnounceWork], None]) -> None:
-        super().__init__(local.announce, tell_ranks)
+    def __init__(self, local: ReceiverHeartbeats, command_ranks: Callable[[AnnounceWork], None]) -> None:
+        super().__init__(local.announce, command_ranks)
         self._local = local
 
     def send_due(self, waiting: Iterable[tuple[str, int]]) -> None:
@@ -92,11 +92,11 @@ class ReceiverGroup:
         self._commands = commands
         self._reports = reports
         self._rooms: dict[int, _SharedRoom] = {}
-        self._untold: dict[int, _SharedRoom] = {}  # wait until their prefill node has named its ranks
+        self._unannounced: dict[int, _SharedRoom] = {}  # wait until their prefill node has named its ranks
         self._slots_by_size: dict[int, int] = {}  # ranks of a prefill node -> record slots of a room from it
         self._greeted: set[str] = set()  # prefill nodes that do not count as dead; their links may be gone
         self._events: list[ReceiverEvent] = []
-        self.heartbeats = _ReceiverGroupHeartbeats(local.heartbeats, self._tell_ranks)
+        self.heartbeats = _ReceiverGroupHeartbeats(local.heartbeats, self._command_ranks)
 
     @property
     def counters(self) -> ReceiverCounters:
@@ -146,7 +146,7 @@ class ReceiverGroup:
         self._local.peer_lost(incarnation)
         if incarnation in self._greeted:
             self._greeted.discard(incarnation)
-            self._tell_ranks(ForgetPrefill(incarnation))
+            self._command_ranks(ForgetPrefill(incarnation))
 
     def shutdown(self) -> None:
         """Withdraw rank 0's memory; the other ranks do so when they end."""
@@ -174,7 +174,7 @@ class ReceiverGroup:
         if taken + shared.record_slots > self._record_slots:
             raise Overloaded(f"all {self._record_slots} record slots are in use")
         generation = self._local.open(room, peers, pages, held_pages, deadline, state_slot)
-        self._rooms[room] = self._untold[room] = shared
+        self._rooms[room] = self._unannounced[room] = shared
         self._share()
         return generation
 
@@ -194,7 +194,7 @@ class ReceiverGroup:
             raise InternalError(f"room {room} closed before it arrived on ranks {sorted(shared.receiving)}")
         del self._rooms[room]
         self._local.close(room)
-        self._tell_ranks(CloseRoom(room))
+        self._command_ranks(CloseRoom(room))
 
     def poll(self) -> list[ReceiverEvent]:
         """Check every deadline of rank 0 and take the reports of the others; return the events of all since then."""
@@ -207,7 +207,7 @@ class ReceiverGroup:
         events, self._events = self._events, []
         return events
 
-    # ---- what the ranks say
+    # ---- reports of the ranks
 
     def _take_own(self, event: ReceiverEvent) -> None:
         if isinstance(event, PeerRefused | PeerForgot):
@@ -253,10 +253,10 @@ class ReceiverGroup:
 
     def _give_up(self, shared: _SharedRoom, code: str, reason: str) -> None:
         shared.given_up = True
-        self._untold.pop(shared.room, None)
+        self._unannounced.pop(shared.room, None)
         self._local.abort(shared.room, reason, code)
-        if shared.told:
-            self._tell_ranks(AbortRoom(shared.room, code, reason))
+        if shared.announced:
+            self._command_ranks(AbortRoom(shared.room, code, reason))
 
     def _freed(self, shared: _SharedRoom, rank: int) -> None:
         shared.holding.discard(rank)
@@ -264,16 +264,16 @@ class ReceiverGroup:
             del self._rooms[shared.room]
             self._events.append(PagesFree(shared.room, shared.pages))
 
-    # ---- what the ranks are told
+    # ---- commands to the ranks
 
     def _share(self) -> None:
         """Tell the other ranks of rooms whose prefill node has named its ranks."""
-        for shared in list(self._untold.values()):
+        for shared in list(self._unannounced.values()):
             link = self._local.links.get(shared.leader)
             if link is None or link.state is not LinkState.READY:
                 continue  # if it is lost, an event of rank 0 ends the room
             shared.record_slots = self._slots_of(shared.leader)
-            del self._untold[shared.room]
+            del self._unannounced[shared.room]
             if sum(each.record_slots for each in self._rooms.values()) > self._record_slots:
                 self._fail(shared, Overloaded.code, f"all {self._record_slots} record slots are in use")
             elif len(link.addresses) != link.ranks[1]:
@@ -284,10 +284,10 @@ class ReceiverGroup:
 
     def _tell_of(self, shared: _SharedRoom, prefill: str, addresses: tuple[str, ...]) -> None:
         others = range(1, self._layout.tp_size)
-        shared.told = True
+        shared.announced = True
         shared.receiving.update(others)
         shared.holding.update(others)
-        self._tell_ranks(
+        self._command_ranks(
             OpenRoom(
                 room=shared.room,
                 pages=shared.pages,
@@ -311,5 +311,5 @@ class ReceiverGroup:
             self._slots_by_size[size] = found
         return found
 
-    def _tell_ranks(self, command: msgspec.Struct) -> None:
+    def _command_ranks(self, command: msgspec.Struct) -> None:
         self._commands.send(encode(command), SEND_SECONDS)

@@ -133,22 +133,22 @@ class ReceiverRank:
                 code = NodeLost.code
                 for peer in peers:
                     self._peers.lost(peer.incarnation)
-            self._say(RankGaveUp(command.room, code, str(error)))
-            self._say(RankFreed(command.room))
+            self._send_report(RankGaveUp(command.room, code, str(error)))
+            self._send_report(RankFreed(command.room))
 
     def _report(self, event: ReceiverEvent) -> None:
         if isinstance(event, Arrived):
-            self._say(RankArrived(event.room))
+            self._send_report(RankArrived(event.room))
         elif isinstance(event, RoomFailed):
-            self._say(RankGaveUp(event.room, event.code, event.reason))
+            self._send_report(RankGaveUp(event.room, event.code, event.reason))
         elif isinstance(event, PagesFree):
-            self._say(RankFreed(event.room))
+            self._send_report(RankFreed(event.room))
         elif isinstance(event, PeerForgot):
             self._peers.lost(event.incarnation)
-            self._say(RankForgotten(event.incarnation))
+            self._send_report(RankForgotten(event.incarnation))
         else:
             self._peers.lost(event.incarnation)
-            self._say(RankRefused(event.incarnation, event.reason))
+            self._send_report(RankRefused(event.incarnation, event.reason))
 
-    def _say(self, report: msgspec.Struct) -> None:
+    def _send_report(self, report: msgspec.Struct) -> None:
         self._reports.send(encode(report), SEND_SECONDS)

@@ -37,7 +37,7 @@ class _SharedPrompt:
 
     room: int
     deadline: float | None
-    told: bool = False  # the other ranks that send a part of it know it
+    announced: bool = False  # the other ranks that send a part of it know it
     granted: bool = False  # on rank 0, as its event says
     waiting: set[int] = field(default_factory=set)  # ranks that lack grants
     sending: set[int] = field(default_factory=lambda: {0})  # ranks that have neither delivered nor lost it
@@ -78,7 +78,7 @@ class SenderGroup:
         # number of ranks of a decode node -> own ranks that send to it, except rank 0
         self._others: dict[int, frozenset[int]] = {}
         self._events: list[SenderEvent] = []
-        self.heartbeats = GroupHeartbeats(local.heartbeats.announce, self._tell_ranks)
+        self.heartbeats = GroupHeartbeats(local.heartbeats.announce, self._command_ranks)
 
     @property
     def counters(self) -> SenderCounters:
@@ -133,7 +133,7 @@ class SenderGroup:
             # Only rank 0's record is used: the others are for the checksums of their parts.
             record = HandoffRecord(first_token=order.record.first_token, num_tokens=order.record.num_tokens)
             order = msgspec.structs.replace(order, record=record)
-        self._tell_ranks(SendPages(order))
+        self._command_ranks(SendPages(order))
 
     def cancel(self, room: int, code: str, reason: str) -> None:
         """End a room on all ranks, as `Sender.cancel` does."""
@@ -144,7 +144,7 @@ class SenderGroup:
     def peer_lost(self, incarnation: str) -> None:
         """Drop a decode node that is gone, on all ranks. It is named by its rank 0."""
         self._local.peer_lost(incarnation)
-        self._tell_ranks(ForgetDecode(incarnation))
+        self._command_ranks(ForgetDecode(incarnation))
 
     def handle(self, peer: bytes, message: bytes) -> None:
         self._local.handle(peer, message)
@@ -172,7 +172,7 @@ class SenderGroup:
         events, self._events = self._events, []
         return events
 
-    # ---- what the ranks say
+    # ---- reports of the ranks
 
     def _take_reports(self) -> None:
         for rank, reader in enumerate(self._reports, 1):
@@ -202,7 +202,7 @@ class SenderGroup:
             shared.waiting.clear()
             self._local.cancel(shared.room, code, reason)
             if shared.sending - {0}:
-                self._tell_ranks(CancelRoom(shared.room, code, reason))
+                self._command_ranks(CancelRoom(shared.room, code, reason))
 
     def _settle(self, shared: _SharedPrompt, rank: int) -> None:
         shared.sending.discard(rank)
@@ -213,12 +213,12 @@ class SenderGroup:
                 Delivered(shared.room) if failure is None else TransferLost(shared.room, *failure)
             )
 
-    # ---- what the ranks are told
+    # ---- commands to the ranks
 
     def _share(self, shared: _SharedPrompt, granted: GrantedSlots) -> None:
         """Tell the other ranks of a room that was granted to rank 0, unless they know it."""
         peer = self._local.peers.find(granted.incarnation)
-        if shared.told or shared.failure is not None or peer is None:
+        if shared.announced or shared.failure is not None or peer is None:
             return
         size = peer.hello.layout.tp_size
         if size not in self._others:
@@ -226,11 +226,11 @@ class SenderGroup:
             spec, ours = self._layout.spec, self._layout.tp_size
             found = frozenset[int]().union(*(sources(spec, ours, rank, size) for rank in ranks))
             self._others[size] = found - {0}
-        shared.told = True
+        shared.announced = True
         if self._others[size]:
             shared.waiting.update(self._others[size])
             shared.sending.update(self._others[size])
-            self._tell_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size))
+            self._command_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size))
 
-    def _tell_ranks(self, command: msgspec.Struct) -> None:
+    def _command_ranks(self, command: msgspec.Struct) -> None:
         self._commands.send(encode(command), SEND_SECONDS)

@@ -136,14 +136,14 @@ class SenderRank:
         for room in list(self._waiting):
             if self._sender.slots(room) is not None:
                 self._waiting.discard(room)
-                self._say(RankGranted(room))
+                self._send_report(RankGranted(room))
 
     def _report(self, event: SenderEvent) -> None:
         if isinstance(event, Delivered):
-            self._say(RankDelivered(event.room))
+            self._send_report(RankDelivered(event.room))
         elif isinstance(event, TransferLost):
             self._waiting.discard(event.room)
-            self._say(RankLost(event.room, event.code, event.reason))
+            self._send_report(RankLost(event.room, event.code, event.reason))
 
-    def _say(self, report: msgspec.Struct) -> None:
+    def _send_report(self, report: msgspec.Struct) -> None:
         self._reports.send(encode(report), SEND_SECONDS)

@@ -120,7 +120,7 @@ class NixlAgent:
             self._agent = library.nixl_agent(name, config)
         except Exception as error:
             raise ConfigError(
-                "transfer.nixl_devices", f"NIXL does not start over UCX on {devices!r}: {_said(error)}"
+                "transfer.nixl_devices", f"NIXL does not start over UCX on {devices!r}: {_text(error)}"
             ) from None
         if _BACKEND not in self._agent.backends:
             raise ConfigError("transfer.transport", "the installed nixl has no UCX plugin")
@@ -138,7 +138,7 @@ class NixlAgent:
             )
         except Exception as error:
             raise ConfigError(
-                "", f"{span.nbytes >> 20} MiB of memory cannot be registered with UCX: {_said(error)}"
+                "", f"{span.nbytes >> 20} MiB of memory cannot be registered with UCX: {_text(error)}"
             ) from None
 
     def metadata(self) -> bytes:
@@ -159,7 +159,7 @@ class NixlAgent:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise NixlError(_said(error)) from None
+            raise NixlError(_text(error)) from None
         return name.decode("ascii", "replace") if isinstance(name, bytes) else str(name)
 
     def connect(self, name: str) -> None:
@@ -184,7 +184,7 @@ class NixlAgent:
         try:
             return self._agent.prep_xfer_dlist(name or _OWN, table, span.kind, backends=[_BACKEND])
         except Exception as error:
-            raise NixlError(_said(error)) from None
+            raise NixlError(_text(error)) from None
 
     def forget(self, prepared: Any) -> None:
         with contextlib.suppress(Exception):
@@ -197,13 +197,13 @@ class NixlAgent:
         try:
             handle = self._agent.make_prepped_xfer("WRITE", ours, from_, theirs, to, backends=[_BACKEND])
         except Exception as error:
-            raise NixlError(_said(error)) from None
+            raise NixlError(_text(error)) from None
         operation = PostedTransfer(handle)
         try:
             if self._agent.transfer(handle) == "ERR":
                 operation.fault = "NIXL reports an error"
         except Exception as error:
-            operation.fault = _said(error)
+            operation.fault = _text(error)
         return operation
 
     def state(self, operation: PostedTransfer) -> WriteState:
@@ -214,13 +214,13 @@ class NixlAgent:
         if operation.fault:
             return WriteState.FAILED
         try:
-            said = self._agent.check_xfer_state(operation.handle)
+            state = self._agent.check_xfer_state(operation.handle)
         except Exception as error:
-            operation.fault = _said(error)
+            operation.fault = _text(error)
             return WriteState.FAILED
-        if said == "PROC":
+        if state == "PROC":
             return WriteState.PENDING
-        if said != "DONE":
+        if state != "DONE":
             operation.fault = "NIXL reports an error"
             return WriteState.FAILED
         return WriteState.DONE
@@ -236,7 +236,7 @@ class NixlAgent:
             self._agent.get_new_notifs(backends=[_BACKEND])
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
