@@ -6,8 +6,6 @@ from common.node_plan import NodePlan
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 
-MAX_LOGPROBS = 20  # top logprobs of the first token, as the API allows
-
 
 def transfer_limits(
     plan: NodePlan, max_model_len: int, draft_topk: int = 0, hidden_bytes: int = 0
@@ -18,6 +16,6 @@ def transfer_limits(
         slots_timeout=transfer.slots_timeout,
         first_page_timeout=transfer.first_page_timeout,
         stall_timeout=transfer.stall_timeout,
-        record_bytes=record_bytes(pages, MAX_LOGPROBS, draft_topk, hidden_bytes),
+        record_bytes=record_bytes(pages, draft_topk, hidden_bytes),
         verify_checksums=transfer.verify_checksums,
     )

@@ -15,11 +15,10 @@ import msgspec
 import xxhash
 
 from common.errors import RecordError
-from common.messages.generation import TokenLogprob
 
 MAGIC: Final = b"TNDMREC\0"
 # Raise it with every change of the header or of HandoffRecord, which the schema hash of messages does not cover.
-VERSION: Final = 2
+VERSION: Final = 3
 SLOT_ALIGN: Final = 64  # bytes
 
 _HEADER: Final = struct.Struct("<8sIIQQ")  # magic, version, payload length, room, generation
@@ -35,7 +34,6 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Contents of a record. The draft fields are empty without speculation."""
 
     first_token: Count
-    first_logprob: TokenLogprob | None = None
     num_tokens: Count  # prompt tokens whose KV the decode node now has
     cached_tokens: Count = 0  # among num_tokens: found in the prefill node's prefix cache
     # u64 little-endian, one per page sent and one for the state if there is any; filled in by Sender
@@ -68,11 +66,10 @@ def unpack_checksums(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
 
-def record_bytes(max_pages: int, max_logprobs: int = 20, draft_topk: int = 0, hidden_bytes: int = 0) -> int:
+def record_bytes(max_pages: int, draft_topk: int = 0, hidden_bytes: int = 0) -> int:
     """Return the bytes of a slot that fits every record within these limits: a multiple of SLOT_ALIGN."""
     scalar = 9  # the largest msgpack integer or float
-    pairs = max_logprobs + draft_topk  # (id, value)
-    payload = 96 + 6 * scalar + 8 * (max_pages + 1) + 2 * scalar * pairs + hidden_bytes
+    payload = 96 + 6 * scalar + 8 * (max_pages + 1) + 2 * scalar * draft_topk + hidden_bytes
     return -(-(OVERHEAD + payload) // SLOT_ALIGN) * SLOT_ALIGN
 
 

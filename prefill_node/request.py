@@ -173,7 +173,6 @@ class PrefillRequest:
         assert self.lease is not None
         return HandoffRecord(
             first_token=self.first_token.id,
-            first_logprob=self.first_token.logprob,
             num_tokens=self.num_tokens,
             cached_tokens=self.reused,
             draft_topk_probs=self.draft.draft_topk_probs,

@@ -288,7 +288,7 @@ class Node:
         address = f"ipc://{self._directory.name}/prefill"
         prefill = NodeRef(name="scripted", role="prefill", incarnation=theirs, peer_address=address)
         carried = served.draft_shape
-        slot_bytes = record_bytes(length // PAGE + 1, 20, carried.topk, carried.hidden_bytes)
+        slot_bytes = record_bytes(length // PAGE + 1, carried.topk, carried.hidden_bytes)
         limits = TransferLimits(record_bytes=slot_bytes, verify_checksums=False)
         slots = 2 * max_running
         receiver = Receiver(

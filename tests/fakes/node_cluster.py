@@ -247,7 +247,7 @@ class Shape:
     checks_later: bool = False  # decode nodes compare the pages of a request while it takes part in steps
     max_len: int = MAX_LEN
     transfer: TransferLimits = field(
-        default_factory=lambda: TransferLimits(record_bytes=record_bytes(MAX_LEN, 20), slots_timeout=1e6)
+        default_factory=lambda: TransferLimits(record_bytes=record_bytes(MAX_LEN), slots_timeout=1e6)
     )
 
 

@@ -10,21 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RecordError
-from common.messages.generation import TokenLogprob
 from kv_transfer import handoff_record as hr
 from kv_transfer.handoff_record import HandoffRecord
 
 SLOT = 4096
 f = st.floats(allow_nan=False)
 u63 = st.integers(0, 2**63 - 1)
-logprob = st.floats(max_value=0.0, allow_nan=False)
-token_ids = st.integers(0, 2**31 - 1)
-logprobs = st.none() | st.builds(
-    TokenLogprob,
-    logprob,
-    st.lists(token_ids, max_size=5).map(tuple),
-    st.lists(logprob, max_size=5).map(tuple),
-)
 
 
 @st.composite
@@ -33,7 +24,6 @@ def records(draw: st.DrawFn) -> HandoffRecord:
     hidden = draw(st.binary(max_size=64))
     return HandoffRecord(
         first_token=draw(u63),
-        first_logprob=draw(logprobs),
         num_tokens=draw(u63),
         cached_tokens=draw(u63),
         checksums=hr.pack_checksums(draw(st.lists(st.integers(0, 2**64 - 1), max_size=10))),
@@ -108,7 +98,6 @@ def test_too_large_is_refused_at_encode_and_record_bytes_is_enough() -> None:
     hidden = bytes(5000)
     big = HandoffRecord(
         first_token=2**63 - 1,
-        first_logprob=TokenLogprob(-0.1, (2**62,) * 20, (-1.5,) * 20),
         num_tokens=2**63 - 1,
         cached_tokens=2**63 - 1,
         checksums=bytes(8 * 300),
@@ -117,7 +106,7 @@ def test_too_large_is_refused_at_encode_and_record_bytes_is_enough() -> None:
         draft_hidden=hidden,
         draft_hidden_dtype="bfloat16",
     )
-    enough = hr.record_bytes(300, 20, 16, len(hidden))
+    enough = hr.record_bytes(300, 16, len(hidden))
     assert enough % hr.SLOT_ALIGN == 0
     assert len(hr.encode(big, 2**63 - 1, 2**63 - 1, enough)) <= enough
     with pytest.raises(RecordError, match="raise record_bytes") as caught:

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from common.errors import ConfigError
-from common.messages.generation import TokenLogprob
 from kv_transfer.events import Arrived, Delivered, ReceiverEvent, RoomFailed, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
 from kv_transfer.transport.loopback.endpoints import Fabric
@@ -110,7 +109,6 @@ def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
     assert granted.incarnation == decode.incarnation
     record = HandoffRecord(
         first_token=42,
-        first_logprob=TokenLogprob(-0.5, (42, 7), (-0.5, -1.5)),
         num_tokens=10,
         cached_tokens=4,
         draft_topk_probs=(0.5, 0.25),
