@@ -36,7 +36,8 @@ def step_plan(
     rows = []
     for request in batch:
         assert request.lease is not None
-        rows.append(PlannedRow(request.row, len(request.lease.pages), request.sampling.logprobs))
+        pages, wanted = len(request.lease.pages), request.sampling
+        rows.append(PlannedRow(request.row, pages, wanted.logprobs, len(wanted.logprob_ids)))
     width = forced_width or rules.widths.choose(len(batch))
     forced = tuple(request.forced[:width] for request in batch)
     carried = (CARRIED,) * rules.carried

@@ -30,6 +30,9 @@ def sampling_batch(
     if sampling.adjust is not None:
         path = rows.new_empty(len(rows), 0) if path is None else path
         adjust = Adjustments(relay.adjustments, rows, sampling.adjust, path)
+    ids = None
+    if sampling.logprob_ids:
+        ids = relay.sampling.logprob_ids[:, : sampling.logprob_ids].index_select(0, rows)
     return SamplingBatch(
         temperature=relay.sampling.temperature.index_select(0, rows),
         top_p=relay.sampling.top_p.index_select(0, rows),
@@ -40,6 +43,7 @@ def sampling_batch(
         all_greedy=sampling.all_greedy,
         any_filter=sampling.any_filter,
         num_logprobs=sampling.num_logprobs,
+        logprob_ids=ids,
         adjust=adjust,
         masks=masks,
     )

@@ -64,7 +64,9 @@ class LaunchedAutoregressive:
     states: StepStates | None = None
 
     def read(self) -> StepResult:
-        tokens = read_tokens(self.sampled, [row.logprobs for row in self.rows])
+        tokens = read_tokens(
+            self.sampled, [row.logprobs for row in self.rows], [row.logprob_ids for row in self.rows]
+        )
         results = [RowTokens([token]) for token in tokens]
         if self.states is not None:
             self.states.attach(results)

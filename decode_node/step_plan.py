@@ -25,6 +25,7 @@ class PlannedRow(NamedTuple):
     row: int
     pages: int  # number held: writes of a round past them go to padding page 0
     logprobs: int | None  # number of top log-probabilities; None: not even the token's own is computed
+    logprob_ids: int = 0  # number of tokens whose log-probabilities its request wants
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,31 +89,37 @@ class HostBatch:
 class HostDraws:
     """The parameters with which the first tokens of R prompts are drawn."""
 
-    # temperature, top_p, top_k, min_p, seed, the drawn token's index in its sequence, its row of AdjustmentRows
+    # temperature, top_p, top_k, min_p, seed, the drawn token's index in its sequence, its row of AdjustmentRows; if any
+    # prompt wants some, the tokens whose log-probabilities are wanted
     arrays: Sequence[Array]
 
     @classmethod
     def of(cls, draws: Sequence[FirstDraw], lengths: Sequence[int]) -> HostDraws:
         """`lengths`: tokens of each prompt."""
         params = [draw.sampling for draw in draws]
-        return cls(
-            (
-                np.asarray([p.temperature for p in params], dtype=np.float32),
-                np.asarray([p.top_p for p in params], dtype=np.float32),
-                np.asarray([p.top_k for p in params], dtype=np.int32),
-                np.asarray([p.min_p for p in params], dtype=np.float32),
-                np.asarray([p.seed for p in params], dtype=np.int64),
-                np.asarray(lengths, dtype=np.int64),
-                np.arange(1, len(draws) + 1, dtype=np.int64),
-            )
-        )
+        arrays: list[Array] = [
+            np.asarray([p.temperature for p in params], dtype=np.float32),
+            np.asarray([p.top_p for p in params], dtype=np.float32),
+            np.asarray([p.top_k for p in params], dtype=np.int32),
+            np.asarray([p.min_p for p in params], dtype=np.float32),
+            np.asarray([p.seed for p in params], dtype=np.int64),
+            np.asarray(lengths, dtype=np.int64),
+            np.arange(1, len(draws) + 1, dtype=np.int64),
+        ]
+        longest = max((len(p.logprob_ids) for p in params), default=0)
+        if longest:
+            ids = np.zeros((len(params), longest), dtype=np.int64)
+            for row, each in enumerate(params):
+                ids[row, : len(each.logprob_ids)] = each.logprob_ids
+            arrays.append(ids)
+        return cls(arrays)
 
     @staticmethod
     def on_device(
         sent: Sequence[Tensor], variant: SamplingVariant, adjustments: AdjustmentRows
     ) -> SamplingBatch:
         """Return the parameters on the device. `sent` holds `arrays`, `adjustments` the prompts' logit adjustments."""
-        temperature, top_p, top_k, min_p, seed, position, rows = sent
+        temperature, top_p, top_k, min_p, seed, position, rows, *ids = sent
         adjust = None
         if variant.adjust is not None:
             adjust = Adjustments(adjustments, rows, variant.adjust, rows.new_empty(len(rows), 0))
@@ -128,4 +134,5 @@ class HostDraws:
             any_filter=variant.any_filter,
             num_logprobs=variant.num_logprobs,
             adjust=adjust,
+            logprob_ids=ids[0] if ids else None,
         )

@@ -53,7 +53,10 @@ class LaunchedPrefill:
     def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
             return []
-        tokens = read_tokens(self.sampled, [draw.sampling.logprobs for draw in self.draws])
+        wanted = [draw.sampling for draw in self.draws]
+        tokens = read_tokens(
+            self.sampled, [each.logprobs for each in wanted], [len(each.logprob_ids) for each in wanted]
+        )
         if self.draft is None:
             return [Drawn(token, NO_DRAFT) for token in tokens]
         rows = draft_rows(self.draft)

@@ -27,6 +27,8 @@ Logprob = Annotated[float, msgspec.Meta(le=0.01)]  # rounding may make it slight
 MAX_GRAMMAR = 1 << 17  # characters
 Grammar = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)]
 TopTokens = msgspec.Meta(max_length=32)
+MAX_LOGPROB_IDS = 128  # tokens that a request may name to get their log-probabilities
+LogprobIds = msgspec.Meta(max_length=MAX_LOGPROB_IDS)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -117,6 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # None: none; n: the nodes send the hidden states of the positions n, n + 1, ... to the router.
     hidden_states_from: Count | None = None
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
+    # Tokens whose log-probabilities come with each drawn token; only with `logprobs`.
+    logprob_ids: Annotated[tuple[TokenId, ...], LogprobIds] = ()
     # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
     grammar: Grammar = ""
     token_rules: TokenRules | None = None
@@ -143,7 +147,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self, vocab_size: int) -> bool:
         """Return whether every token that is used as an index on the device is in the vocabulary."""
         rules = () if self.token_rules is None else self.token_rules.tokens
-        named = (*self.withheld, *(token for token, _ in self.logit_bias), *rules)
+        named = (*self.withheld, *(token for token, _ in self.logit_bias), *self.logprob_ids, *rules)
         return not named or (min(named) >= 0 and max(named) < vocab_size)
 
 
@@ -153,6 +157,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: Logprob
     top_ids: Annotated[tuple[TokenId, ...], TopTokens] = ()
     top_logprobs: Annotated[tuple[Logprob, ...], TopTokens] = ()
+    chosen: Annotated[tuple[Logprob, ...], LogprobIds] = ()  # of the request's `logprob_ids`, in that order
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -50,7 +50,8 @@ class LaunchedRound:
             self.phase_seconds[phase] += seconds
         sampled, counts = self.emitted.read()
         depth = len(sampled.token_ids) // len(self.rows)
-        drawn = read_tokens(sampled, [row.logprobs for row in self.rows for _ in range(depth)])
+        every = [row for row in self.rows for _ in range(depth)]
+        drawn = read_tokens(sampled, [row.logprobs for row in every], [row.logprob_ids for row in every])
         rows = [
             RowTokens(drawn[index * depth : index * depth + count], drafted)
             for index, (count, drafted) in enumerate(zip(counts, self.drafted, strict=True))

@@ -185,8 +185,9 @@ class Verify:
         if sampling.num_logprobs is None:
             return Emitted(packed, states)
 
-        def on_path(values: Tensor | None) -> Tensor:
-            assert values is not None
+        def on_path(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
             rest = values.shape[1:]
             return acceptor.along(accepted, values.view(count, nodes, *rest)).flatten(0, 1)
 
@@ -199,6 +200,7 @@ class Verify:
                 on_path(sampled.logprobs),
                 on_path(sampled.top_ids),
                 on_path(sampled.top_logprobs),
+                on_path(sampled.chosen),
             ),
         )
 

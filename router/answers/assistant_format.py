@@ -14,8 +14,8 @@ from router.chat.answer_parser import AnswerParser
 from router.tokens.names import TokenNames
 
 _encode = msgspec.json.Encoder().encode
-# id, model, time of creation, names of tokens, number of log-probabilities: see ChatFormat
-AnswerHead = tuple[str, str, int, TokenNames, int | None]
+# id, model, time of creation, names of tokens, number of log-probabilities, tokens that are listed: see ChatFormat
+AnswerHead = tuple[str, str, int, TokenNames, int | None, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from common.messages.generation import OutputToken, PromptLogprob
+from common.messages.generation import OutputToken, PromptLogprob, TokenLogprob
 from router.chat.answer_events import Content, Event
 from router.dispatch.answer_states import AnswerStates
 from router.tokens.names import TokenNames
@@ -75,15 +75,24 @@ class Format(ABC):
     after_text: ClassVar[bytes]
 
     def __init__(
-        self, identity: str, model: str, created: int, names: TokenNames, logprobs: int | None
+        self,
+        identity: str,
+        model: str,
+        created: int,
+        names: TokenNames,
+        logprobs: int | None,
+        chosen: Sequence[int] = (),
     ) -> None:
         """`names` of tokens are returned with their log-probabilities.
 
-        `logprobs`: number of top tokens listed with each token; None for no log-probabilities.
+        Args:
+            logprobs: number of top tokens listed with each token; None for no log-probabilities.
+            chosen: tokens that the client names, which are listed instead.
         """
         self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
         self._names = names
         self._logprobs = logprobs
+        self._chosen = chosen
         # Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities.
         self.columns: tuple[str, ...] = self.lists if logprobs is not None else ()
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
@@ -128,6 +137,12 @@ class Format(ABC):
     @abstractmethod
     def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
         """Return the logprobs of consecutive pieces."""
+
+    def _others(self, found: TokenLogprob) -> list[tuple[int, float]]:
+        """Return the tokens that are listed with one, and their log-probabilities."""
+        if found.chosen:
+            return list(zip(self._chosen, found.chosen, strict=True))
+        return list(zip(found.top_ids, found.top_logprobs))[: self._logprobs]
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         """Return the events before the first token. `usage` is the usage member of each event, from `usage_field`."""
@@ -218,11 +233,15 @@ class ChatFormat(Format):
         }
 
     def _entry(self, token: OutputToken) -> dict[str, Any]:
-        assert token.logprob is not None
-        top = zip(token.logprob.top_ids, token.logprob.top_logprobs)
+        found = token.logprob
+        assert found is not None
+        top = self._others(found)
+        if found.chosen:
+            # As in vLLM, beginning with the token itself; each token once.
+            top = list({token.id: found.logprob, **dict(top)}.items())
         return {
-            **self._named(token.id, token.logprob.logprob),
-            "top_logprobs": [self._named(token_id, value) for token_id, value in top][: self._logprobs],
+            **self._named(token.id, found.logprob),
+            "top_logprobs": [self._named(token_id, value) for token_id, value in top],
         }
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -285,10 +304,7 @@ class CompletionFormat(Format):
                 values.append(max(LOWEST_LOGPROB, found.logprob))
                 top: dict[str, float] = {}
                 # The sampled token is always listed. Of several tokens with the same text, the most likely one counts.
-                pairs = [
-                    *list(zip(found.top_ids, found.top_logprobs))[: self._logprobs],
-                    (token.id, found.logprob),
-                ]
+                pairs = [*self._others(found), (token.id, found.logprob)]
                 for each, value in pairs:
                     top.setdefault(text_of(each), max(LOWEST_LOGPROB, value))
                 tops.append(top)

@@ -36,6 +36,7 @@ class _Choice:
         self.ids = array("i")
         self.logprobs: list[bytes] = []  # items of JSON lists
         self.tops: list[bytes] = []
+        self.chosen: list[bytes] = []
         self.prompt_logprobs: list[bytes] = []
         self.prompt_tops: list[bytes] = []
         self.prompt_seen = 0  # tokens of the prompt in earlier pieces
@@ -55,6 +56,7 @@ class GenerateForm:
         self._listed = task.listed
         self._logprobs = task.logprobs
         self._top = task.completion.logprobs or 0
+        self._chosen = task.completion.logprob_token_ids or ()
         self._with_text = task.with_text
         self._start = task.start
         if task.start is not None and task.start > min(prompt_tokens):
@@ -161,6 +163,9 @@ class GenerateForm:
             return
         choice.logprobs.append(_encode(self._entry(found.logprob, token.id)))
         choice.tops.append(self._listed_tops(found))
+        if self._chosen:
+            pairs = zip(self._chosen, found.chosen, strict=True)
+            choice.chosen.append(_encode([self._entry(value, each) for each, value in pairs]))
 
     def _listed_tops(self, found: TokenLogprob) -> bytes:
         top = [self._entry(value, each) for each, value in zip(found.top_ids, found.top_logprobs)]
@@ -207,6 +212,11 @@ class GenerateForm:
                 b",".join(choice.tops),
                 b"]",
             ]
+            if self._chosen:
+                listed_chosen = b",".join(choice.chosen)
+                parts.append(
+                    b',"input_token_ids_logprobs":[],"output_token_ids_logprobs":[%b]' % listed_chosen
+                )
         return [*parts, b"}}"]
 
 

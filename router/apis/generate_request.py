@@ -72,6 +72,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
+    token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool | None = None
     # of the request, or of each prompt
     rid: RequestId | Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)] | None = None
@@ -84,7 +85,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     video_data: Any = None
     audio_data: Any = None
     input_embeds: Any = None
-    token_ids_logprob: Any = None
     return_routed_experts: Any = None
     lora_path: Any = None
     session_id: Any = None
@@ -144,6 +144,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
 _NAMES = {
     "prompt": "text",
     "logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
     "cache_salt": "extra_key",
     **sampling_names(None),
 }
@@ -180,6 +181,8 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         )
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
+    if not request.return_logprob and request.token_ids_logprob:
+        raise InvalidRequest("token_ids_logprob needs return_logprob: true", param="token_ids_logprob")
     start = _first_scored(request)
     return GenerateTask(
         completion=_completion(request, samplings[0], prompt, start),
@@ -206,6 +209,7 @@ def _completion(
         else StructuredOutputs(structural_tag=sampling.structural_tag),
         stream=request.stream,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+        logprob_token_ids=request.token_ids_logprob,
         # The prompt comes back with its log-probabilities; then no answer is needed.
         echo=start is not None or (sampling.max_new_tokens == 0 and bool(request.return_hidden_states)),
         cache_salt=request.extra_key,
@@ -233,17 +237,17 @@ def _check_list(samplings: Sequence[GenerateSampling], prompts: int | None) -> N
 def _first_scored(request: GenerateRequest) -> int | None:
     """Return the first position of the prompt whose log-probability is wanted; None, as for -1, if none is."""
     start = request.logprob_start_len
-    if request.token_ids_logprob is not None:
-        raise InvalidRequest(
-            "token_ids_logprob is not supported; top_logprobs_num lists up to 20 likeliest tokens",
-            param="token_ids_logprob",
-        )
     if start is None or start == -1:
         return None
     if start < -1:
         raise InvalidRequest("logprob_start_len must be at least -1", param="logprob_start_len")
     if not request.return_logprob:
         raise InvalidRequest("logprob_start_len needs return_logprob: true", param="logprob_start_len")
+    if request.token_ids_logprob:
+        raise InvalidRequest(
+            "token_ids_logprob lists log-probabilities of the answer only; leave it or logprob_start_len out",
+            param="token_ids_logprob",
+        )
     return start
 
 

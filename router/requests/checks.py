@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
-from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
+from common.messages.generation import MAX_BIASES, MAX_LOGPROB_IDS, MAX_PRIORITY, SamplingParams, TokenBias
 from common.random_bytes import random_bits
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.requests.hidden_states import StateLimit
@@ -175,6 +175,7 @@ def sampling_params(
         seed=random_bits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
+        logprob_ids=_logprob_ids(request.logprob_token_ids, logprobs, model.vocab_size),
         grammar=grammar,
     )
 
@@ -220,6 +221,19 @@ def reported_stops(request: SharedFields, sampling: SamplingParams, model: Serve
     if request.ignore_eos and not sampling.grammar:
         return stop_tokens
     return stop_tokens - {model.primary_eos}
+
+
+def _logprob_ids(given: list[int] | None, logprobs: int | None, vocab_size: int) -> tuple[int, ...]:
+    if not given:
+        return ()
+    if logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    if len(given) > MAX_LOGPROB_IDS:
+        raise InvalidRequest(
+            f"logprob_token_ids takes at most {MAX_LOGPROB_IDS} token ids", param="logprob_token_ids"
+        )
+    check_tokens_in_vocabulary(given, vocab_size, "logprob_token_ids")
+    return tuple(given)
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:

@@ -69,7 +69,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "images_config": ({},),
     "input_ids": (),
     "kv_transfer_params": ({},),
-    "logprob_token_ids": ([],),
     "lora_id": (),
     "max_dynamic_patch": (),
     "media_io_kwargs": ({},),

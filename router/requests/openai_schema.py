@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
+from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROB_IDS
 from router.requests.chat_fields import ChatToolChoice, Identity, ReasoningSwitch, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
@@ -26,6 +26,7 @@ MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
 MAX_STOP_TOKENS = 128
+TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 MAX_BAD_WORD_LENGTH = 256  # characters
 # The latter two are names of the Responses API, which vLLM takes in chats, too.
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -132,6 +133,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
     return_hidden_states: bool | None = None  # as in SGLang
+    # as in vLLM: tokens whose log-probabilities are listed with each token of the answer, instead of the likeliest ones
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
     # as in vLLM: a longer prompt is cut to this many tokens; -1: to as many as fit
     truncate_prompt_tokens: int | None = None
@@ -306,13 +309,17 @@ def _check_sizes(request: SharedFields) -> None:
         raise InvalidRequest(
             f"allowed_token_ids takes at most {MAX_ALLOWED} token ids", param="allowed_token_ids"
         )
+    if len(request.logprob_token_ids or ()) > MAX_LOGPROB_IDS:
+        raise InvalidRequest(
+            f"logprob_token_ids takes at most {MAX_LOGPROB_IDS} token ids", param="logprob_token_ids"
+        )
     if len(request.bad_words or ()) > MAX_BAD_WORDS // 2:
         raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS // 2} words", param="bad_words")
     if len(request.logit_bias or ()) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
     for field in request.__struct_fields__:  # msgpack cannot encode larger integers
         value = getattr(request, field)
-        values = value if field in ("stop_token_ids", "allowed_token_ids") and value else (value,)
+        values = value if field in TOKEN_LISTS and value else (value,)
         if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
             raise InvalidRequest(f"{field} must fit in 64 bits", param=field)
 

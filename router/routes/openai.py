@@ -149,7 +149,8 @@ class OpenAiRoutes:
         asked = Prompt(prompt, images=rendered.placed, thinking=answer.thinking_limit(grammar))
         choices = self._maker.make(request, body, model, options, asked, PromptBatch())
         identity = CHAT_ID + request[request_id_key]
-        head = (identity, model.name, int(time.time()), self._names(body), logprobs)
+        named = body.logprob_token_ids or ()
+        head = (identity, model.name, int(time.time()), self._names(body), logprobs, named)
         form = answer.format(head, len(choices))
         ids = [prompt] * len(choices)
         shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
@@ -237,7 +238,8 @@ class OpenAiRoutes:
                 await asyncio.sleep(0)
         identity = COMPLETION_ID + request[request_id_key]
         kind = EchoFormat if body.echo else CompletionFormat
-        form = kind(identity, model.name, int(time.time()), self._names(body), logprobs)
+        named = body.logprob_token_ids or ()
+        form = kind(identity, model.name, int(time.time()), self._names(body), logprobs, named)
         told = [choice.request.token_ids for choice in choices]
         shown = with_details(show(form, prompt_lengths(choices)), form, body, told, self._tokenizer)
         return await self._answer(request, body, shown, choices)

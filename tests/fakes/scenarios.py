@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.tiny_model import VOCAB, next_logits, reference
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 
@@ -20,6 +22,15 @@ def expect_reference(*calls: Call) -> None:
     for call in calls:
         assert call.error is None, call.error
         assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling), call.sampling
+
+
+def expect_chosen(*calls: Call) -> None:
+    """Expect the log-probabilities of the tokens that each request names, of the raw logits at each of its tokens."""
+    for call in calls:
+        for place, token in enumerate(call.output):
+            raw = next_logits((*call.prompt, *call.ids[:place])).log_softmax(-1)[0]
+            found = () if token.logprob is None else token.logprob.chosen
+            assert found == pytest.approx([raw[each].item() for each in call.sampling.logprob_ids], abs=1e-4)
 
 
 def expect_retraction(shape: Shape, greedy: int = 3) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class SamplingBatch:
     num_logprobs: int | None  # None: none; n: for the drawn token and the n likeliest ones
     adjust: Adjustments | None = None  # penalties, biases, withheld tokens; None: no row has any
     masks: LogitMasks | None = None  # tokens that grammars allow; None: no row has a grammar
+    # [R, m] int64, tokens whose logprobs are wanted; None: no row wants any
+    logprob_ids: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class SampleOutput:
     logprobs: Tensor | None = None  # [R] float32
     top_ids: Tensor | None = None  # [R, n] int64, likeliest first
     top_logprobs: Tensor | None = None  # [R, n] float32
+    chosen: Tensor | None = None  # [R, m] float32, of `logprob_ids`
     # [R, H] the hidden states that the logits were computed from, where a step returns them; stays on the device
     hidden: Tensor | None = None
 
@@ -63,6 +67,7 @@ class SampleOutput:
             maybe(self.logprobs),
             maybe(self.top_ids),
             maybe(self.top_logprobs),
+            maybe(self.chosen),
         )
 
 
@@ -99,21 +104,28 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
         assert logprobs is not None
         output.logprobs = logprobs.gather(-1, token_ids[:, None])[:, 0]
         output.top_logprobs, output.top_ids = logprobs.topk(min(batch.num_logprobs, logits.shape[-1]), dim=-1)
+        if batch.logprob_ids is not None:
+            output.chosen = logprobs.gather(-1, batch.logprob_ids)
     return output
 
 
-def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list[OutputToken | None]:
+def read_tokens(
+    output: SampleOutput, logprobs_of: Iterable[int | None], chosen_of: Iterable[int] = repeat(0)
+) -> list[OutputToken | None]:
     """Return one token per row, None if its logits were not finite. Waits for the device: call it after completion.
 
-    `logprobs_of`: for each row, how many top log-probabilities its request wants; None: not even the token's own.
+    Args:
+        logprobs_of: for each row, how many top log-probabilities its request wants; None: not even the token's own.
+        chosen_of: for each row, how many of `chosen` are its own.
     """
     ids = output.token_ids.tolist()
     invalid = output.invalid.tolist()
     logprobs = output.logprobs.tolist() if output.logprobs is not None else None
     top_ids = output.top_ids.tolist() if output.top_ids is not None else None
     top_logprobs = output.top_logprobs.tolist() if output.top_logprobs is not None else None
+    chosen = output.chosen.tolist() if output.chosen is not None else None
     tokens: list[OutputToken | None] = []
-    for row, wanted in enumerate(logprobs_of):
+    for row, (wanted, own) in enumerate(zip(logprobs_of, chosen_of)):
         if invalid[row]:
             tokens.append(None)
         elif wanted is None or logprobs is None:
@@ -122,6 +134,6 @@ def read_tokens(output: SampleOutput, logprobs_of: Iterable[int | None]) -> list
             assert top_ids is not None
             assert top_logprobs is not None
             top = tuple(top_ids[row][:wanted]), tuple(top_logprobs[row][:wanted])
-            logprob = TokenLogprob(logprobs[row], *top)
+            logprob = TokenLogprob(logprobs[row], *top, () if chosen is None else tuple(chosen[row][:own]))
             tokens.append(OutputToken(ids[row], logprob))
     return tokens

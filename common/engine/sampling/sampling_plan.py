@@ -36,6 +36,7 @@ class SamplingVariant:
     adjust: AdjustmentFacts | None = None  # None: no logit is adjusted
     # A grammar or token rules may forbid tokens of some request: the draws wait for its mask.
     masked: bool = False
+    logprob_ids: int = 0  # entries of the longest list of tokens whose log-probabilities a request wants
 
 
 def sampling_variant(params: Iterable[SamplingParams], masked: bool = False) -> SamplingVariant:
@@ -44,18 +45,19 @@ def sampling_variant(params: Iterable[SamplingParams], masked: bool = False) -> 
     `masked`: whether some request needs a mask, which its parameters alone do not say.
     """
     params = list(params)
-    all_greedy, any_filter, logprobs = True, False, -1
+    all_greedy, any_filter, logprobs, logprob_ids = True, False, -1, 0
     for each in params:
         all_greedy = all_greedy and each.greedy
         any_filter = any_filter or each.filtered
         if each.logprobs is not None:
-            logprobs = max(logprobs, each.logprobs)
+            logprobs, logprob_ids = max(logprobs, each.logprobs), max(logprob_ids, len(each.logprob_ids))
     return SamplingVariant(
         all_greedy=all_greedy,
         any_filter=any_filter,
         num_logprobs=None if logprobs < 0 else logprobs,
         adjust=adjustment_facts(params),
         masked=masked,
+        logprob_ids=logprob_ids,
     )
 
 

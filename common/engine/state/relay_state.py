@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from common.engine.forward.draft_inputs import DraftInput
-from common.engine.host_copies import copy_on_host, send
+from common.engine.host_copies import copy_on_host, send, send_one
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
 from common.engine.state.state_rows import NO_WINDOW, StateRows, WindowShape
-from common.messages.generation import SamplingParams
+from common.messages.generation import MAX_LOGPROB_IDS, SamplingParams
 
 
 def hidden_dtype(dtype: torch.dtype) -> HiddenDtype:
@@ -42,6 +42,8 @@ class SamplingRows:
     top_k: torch.Tensor  # int32, 0 = off
     min_p: torch.Tensor  # float32, 0 = off
     seed: torch.Tensor  # int64
+    # [rows, MAX_LOGPROB_IDS] int64: those that a request does not fill hold any tokens of the vocabulary
+    logprob_ids: torch.Tensor
 
     def write(self, row: int, sampling: SamplingParams) -> None:
         # Not `self.temperature[row] = ...`, which waits for the running step on a GPU.
@@ -50,6 +52,9 @@ class SamplingRows:
         self.top_k[row].fill_(sampling.top_k)
         self.min_p[row].fill_(sampling.min_p)
         self.seed[row].fill_(sampling.seed)
+        if sampling.logprob_ids:
+            ids = np.asarray(sampling.logprob_ids, dtype=np.int64)
+            self.logprob_ids[row, : len(ids)] = send_one(ids, self.logprob_ids.device)
 
 
 @dataclass(slots=True)
@@ -90,6 +95,7 @@ class RelayState:
                 top_k=column(torch.int32),
                 min_p=column(torch.float32),
                 seed=column(torch.int64),
+                logprob_ids=torch.zeros((rows, MAX_LOGPROB_IDS), dtype=torch.int64, device=device),
             ),
             draft=DraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device),
             adjustments=AdjustmentRows.allocate(num_rows, vocab_size, device),

@@ -232,6 +232,14 @@ def test_every_request_reads_the_logprobs_that_it_asked_for() -> None:
         assert token.logprob.logprob == pytest.approx(expected[0])
         assert token.logprob.top_ids == (0, 1)[:count]
         assert token.logprob.top_logprobs == pytest.approx(tuple(expected[:count]))
+    ids = torch.tensor([[7, 2], [7, 2], [1, 0], [0, 0]])
+    chosen = sample(
+        logits, make(4, temperature=0.0, all_greedy=True, num_logprobs=0, logprob_ids=ids)
+    ).on_host()
+    for token, wanted in zip(read_tokens(chosen, [0, 0, 0, 0], [2, 1, 0, 0]), ((7, 2), (7,), ())):
+        assert token is not None
+        assert token.logprob is not None
+        assert token.logprob.chosen == pytest.approx([expected[each] for each in wanted])
     without = sample(LOGITS[None], make(1, temperature=0.0, all_greedy=True))
     assert read_tokens(without, [2]) == [OutputToken(0)]
 

@@ -19,7 +19,7 @@ from tests.fakes.draft_models import branching, drafting, observed
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, NoDraftModel, Shape
 from tests.fakes.sampling_cases import CASES, EVERYTHING, submit
-from tests.fakes.scenarios import expect_reference, prompt_of
+from tests.fakes.scenarios import expect_chosen, expect_reference, prompt_of
 from tests.fakes.tiny_model import reference
 
 Made = tuple[NoDraftModel, MakeStep]
@@ -150,8 +150,10 @@ def test_logprobs_equal_plain_decodings(drafter: str, name: str) -> None:
         with NodeCluster(shape) as cluster:
             calls = [submit(cluster, name, 15, 12, logprobs=n) for n in (0, 1, 5)]
             calls.append(submit(cluster, name, 16, 12))
+            calls.append(submit(cluster, name, 16, 12, logprobs=2, logprob_ids=(9, 63, 0)))
             cluster.run()
             expect_reference(*calls)
+            expect_chosen(*calls)
             return calls
 
     for found, wanted in zip(ask(shape_of(drafter)), ask(Shape())):

@@ -320,7 +320,6 @@ async def test_a_prompt_is_scored_without_an_answer(rig: Rig) -> None:
         ({"logprob_start_len": 0}, "logprob_start_len"),
         ({"logprob_start_len": 3, "return_logprob": True}, "logprob_start_len"),
         ({"logprob_start_len": [0], "return_logprob": True}, "logprob_start_len"),
-        ({"token_ids_logprob": [5], "return_logprob": True}, "token_ids_logprob"),
         ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ],
 )

@@ -135,7 +135,7 @@ def test_each_token_of_a_text_is_listed_once_with_the_first_letter_that_it_shows
     tokens, offsets = divided(drawn)
     parser = parser_of(template_of("qwen3"))
     items = AnswerItems(
-        AssistantFormat(("", "", 0, Named(), 0), [parser], Shown(("reasoning_content",), True))
+        AssistantFormat(("", "", 0, Named(), 0, ()), [parser], Shown(("reasoning_content",), True))
     )
     places, left = shown_places(), list(range(len(tokens)))
     start, seen = 0, 0
