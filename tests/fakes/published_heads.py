@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import PLACEMENT
 
 VOCAB, HIDDEN, INNER, LAYERS, EPS = 96, 32, 48, 8, 1e-5
+STEPS = 4
+LAYER = "transformer_layer_config"  # where the speculators library has the layer's keys
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -66,6 +68,10 @@ class Form:
     fc_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
     states: int = 3
+    fc_norms: tuple[str, ...] = ()  # names of the norms of equal parts of the target's states
+    has_t2d: bool = True  # with a map to the target's ids, the file also has the opposite one
+    input_norms: bool = True  # of EAGLE-1 layers after the first
+    rope: Mapping[str, Any] = field(default_factory=dict)  # rope_parameters, if not the default
 
     @property
     def reads(self) -> int:
@@ -90,6 +96,8 @@ def tensors_of(form: Form, seed: int = 3) -> dict[str, Tensor]:
     add("fc.weight", size, form.reads if form.eagle3 else size + form.reads)
     if form.fc_bias:
         add("fc.bias", size)
+    for norm in form.fc_norms:
+        add(f"{norm}.weight", form.reads // len(form.fc_norms))
     for layer in range(form.layers):
         name = form.first if layer == 0 else f"layers.{layer}"
         width = form.width if layer == 0 else size
@@ -108,7 +116,7 @@ def tensors_of(form: Form, seed: int = 3) -> dict[str, Tensor]:
         ):
             add(f"{name}.mlp.{part}.weight", *shape)
         norms = ["post_attention_layernorm"]
-        norms += ["input_layernorm"] if form.eagle3 or layer else []
+        norms += ["input_layernorm"] if form.eagle3 or (layer and form.input_norms) else []
         norms += ["hidden_norm"] if form.eagle3 and not layer else []
         for norm in norms:
             add(f"{name}.{norm}.weight", size)
@@ -127,10 +135,15 @@ def tensors_of(form: Form, seed: int = 3) -> dict[str, Tensor]:
 
 def write_head(form: Form, path: Path) -> Path:
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": form.layers, **form.config}))
-    save_file(
-        {name: value.contiguous() for name, value in tensors_of(form).items()}, path / "model.safetensors"
-    )
+    base = {**TARGET, "num_hidden_layers": form.layers}
+    config = {**base, **form.config}
+    if LAYER in form.config:
+        config = {**form.config, LAYER: {**base, **form.config[LAYER]}}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.contiguous() for name, value in tensors_of(form).items()}
+    if not form.has_t2d:
+        tensors.pop("t2d", None)
+    save_file(tensors, path / "model.safetensors")
     return path
 
 
@@ -143,7 +156,10 @@ def write_target(path: Path) -> Path:
 
 @torch.inference_mode()
 def compare_logits(form: Form, directory: Path, algorithm: str, length: int = 13) -> None:
-    """Compare logits and passed states of the loaded head with transformers' layers, at all positions of a text."""
+    """Compare a loaded head with transformers' layers.
+
+    Logits and passed states are compared at all positions of a text, and the tokens of some steps after it.
+    """
     target_config = ModelConfig.load(write_target(directory / "target"))
     draft = load_draft_config(write_head(form, directory / "head"), algorithm, target_config)
     assert target_width(draft) == form.reads
@@ -156,27 +172,52 @@ def compare_logits(form: Form, directory: Path, algorithm: str, length: int = 13
     head = load(directory / "head", draft, target, PLACEMENT)
     ids = torch.randint(0, VOCAB, (length,), generator=generator)
     hidden = torch.randn(length, form.reads, generator=generator)
-    pool = plain_pool(form.layers, 2, form.head_dim, 64, 2, PLACEMENT.dtype, PLACEMENT.device)
-    attention = PagedAttention(pool, draft.model.sliding_windows)
-    attention.plan(whole_text(ids))
-    output = head(ids, head.project(hidden), torch.arange(length), attention)
-    last, passed, logits = reference(form, ids, hidden, target.embed_tokens.weight, target.lm_head.dense())
-    torch.testing.assert_close(output.last, last, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(output.hidden, passed, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(head.compute_logits(output.last), logits, atol=1e-4, rtol=1e-4)
+    ours, theirs = head.project(hidden), projected(form, hidden)
+    for _ in range(STEPS):
+        pool = plain_pool(form.layers, 2, form.head_dim, 64, 2, PLACEMENT.dtype, PLACEMENT.device)
+        attention = PagedAttention(pool, draft.model.sliding_windows)
+        attention.plan(whole_text(ids))
+        output = head(ids, ours, torch.arange(len(ids)), attention)
+        last, passed, logits = reference(
+            form, ids, theirs, target.embed_tokens.weight, target.lm_head.dense()
+        )
+        found = head.compute_logits(output.last)
+        for each, expected in ((output.last, last), (output.hidden, passed), (found, logits)):
+            # Without a norm at its end, a head's states grow from step to step.
+            tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(each, expected, atol=tolerance, rtol=0)
+        drafted = head.target_ids(found[-1:].argmax(-1))
+        assert drafted.tolist() == [token_of(form, int(logits[-1].argmax()))]
+        ids = torch.cat((ids, drafted))
+        ours, theirs = torch.cat((ours, output.hidden[-1:])), torch.cat((theirs, passed[-1:]))
+
+
+def token_of(form: Form, drafted: int) -> int:
+    """Return the target's id of a token of the head's vocabulary."""
+    offsets = tensors_of(form).get("d2t")
+    return drafted if offsets is None else drafted + int(offsets[drafted])
+
+
+def projected(form: Form, hidden: Tensor) -> Tensor:
+    """Return what the first step reads of the target's states."""
+    if not form.eagle3:
+        return hidden
+    named = {name.removeprefix(form.prefix): value for name, value in tensors_of(form).items()}
+    if form.fc_norms:
+        parts = zip(form.fc_norms, hidden.chunk(len(form.fc_norms), dim=-1), strict=True)
+        hidden = torch.cat([_norm(part, named[f"{norm}.weight"]) for norm, part in parts], dim=-1)
+    return F.linear(hidden, named["fc.weight"])
 
 
 def reference(
-    form: Form, ids: Tensor, hidden: Tensor, embedding: Tensor, lm_head: Tensor
+    form: Form, ids: Tensor, states: Tensor, embedding: Tensor, lm_head: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the LM head reads, what the next step reads, and logits."""
     named = {name.removeprefix(form.prefix): value for name, value in tensors_of(form).items()}
     read = F.embedding(ids, named.get("embed_tokens.weight", embedding))
-    x = hidden
-    if form.eagle3:
-        x = F.linear(hidden, named["fc.weight"])
-    else:
-        x = F.linear(torch.cat((read, hidden), dim=-1), named["fc.weight"], named.get("fc.bias"))
+    x = states
+    if not form.eagle3:
+        x = F.linear(torch.cat((read, states), dim=-1), named["fc.weight"], named.get("fc.bias"))
     for layer in range(form.layers):
         name = form.first if layer == 0 else f"layers.{layer}"
         own = {
@@ -190,7 +231,7 @@ def reference(
         elif "input_layernorm.weight" in own:
             given = _norm(x, own["input_layernorm.weight"])
         stream = x
-        if layer == 0 and form.config.get("norm_before_residual"):
+        if layer == 0 and _is_on(form, "norm_before_residual"):
             stream = _norm(x, own["hidden_norm.weight"])
         x = stream + _attention(form, layer, own, given)
         mlp = LlamaMLP(_config(LlamaConfig, form, form.hidden))
@@ -201,9 +242,14 @@ def reference(
     last = _norm(x, named["norm.weight"])
     return (
         last,
-        last if form.config.get("norm_output") else x,
+        last if _is_on(form, "norm_output", "return_hidden_post_norm") else x,
         F.linear(last, named.get("lm_head.weight", lm_head)),
     )
+
+
+def _is_on(form: Form, *names: str) -> bool:
+    switches = {**form.config, **form.config.get("eagle_config", {})}
+    return any(switches.get(name) for name in names)
 
 
 def _attention(form: Form, layer: int, own: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -230,6 +276,7 @@ def _config(kind: type[LlamaConfig] | type[Qwen3Config], form: Form, width: int)
         "attention_bias": form.bias,
         "hidden_act": "silu",
     }
+    rest |= {"rope_parameters": {**form.rope}} if form.rope else {}
     return kind(**{**rest, "num_hidden_layers": 1, "attn_implementation": "eager"})
 
 
