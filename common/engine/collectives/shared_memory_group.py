@@ -130,7 +130,7 @@ class SharedMemoryGroup(CollectiveGroup):
         step, done, left = self._slot_bytes // x.itemsize, 0, True
         while left:
             self._write(call, x, flat[done : done + step])
-            self._meet()
+            self._wait_for_all()
             lengths = [self._length(rank, call, x) for rank in range(self._size)]
             yield [
                 self._slot(rank).view(x.dtype)[: max(min(length - done, step), 0)]
@@ -167,22 +167,22 @@ class SharedMemoryGroup(CollectiveGroup):
             )
         return int(nbytes) // x.itemsize
 
-    def _meet(self) -> None:
+    def _wait_for_all(self) -> None:
         """Wait until every rank is in this round."""
-        self._tell(CONTINUE)
+        self._send(CONTINUE)
         began = time.perf_counter()
         for rank, peer in self._peers.items():
-            said = self._hear(rank, peer)
-            if said != CONTINUE:
-                self._fail(said[0] - 1, f"rank {said[0] - 1} has failed, as rank {rank} has noticed")
+            answer = self._receive(rank, peer)
+            if answer != CONTINUE:
+                self._fail(answer[0] - 1, f"rank {answer[0] - 1} has failed, as rank {rank} has noticed")
         self.waited += time.perf_counter() - began
 
-    def _hear(self, rank: int, peer: socket.socket) -> bytes:
+    def _receive(self, rank: int, peer: socket.socket) -> bytes:
         """Return the next byte of another rank."""
-        said: bytes | None = None
+        answer: bytes | None = None
         for _ in range(math.ceil(self.timeout / LOOK_SECONDS)):
             try:
-                said = peer.recv(1)
+                answer = peer.recv(1)
                 break
             except TimeoutError:
                 # A start is not held up here: this wait has a limit of its own.
@@ -190,19 +190,19 @@ class SharedMemoryGroup(CollectiveGroup):
                 continue
             except OSError as error:
                 self._fail(rank, f"rank {rank} has ended: {error}")
-        if said is None:
+        if answer is None:
             self._fail(rank, f"rank {rank} has not answered for {self.timeout:g} s")
-        if not said:
+        if not answer:
             self._fail(rank, f"rank {rank} has ended: its connection is closed")
-        return said
+        return answer
 
-    def _tell(self, said: bytes) -> None:
+    def _send(self, answer: bytes) -> None:
         for peer in self._peers.values():
             with suppress(OSError):  # what has become of it is found out when it is asked
-                peer.send(said)
+                peer.send(answer)
 
     def _fail(self, rank: int, problem: str) -> NoReturn:
-        self._tell(bytes([rank + 1]))
+        self._send(bytes([rank + 1]))
         self._failure = RankFailed(rank, f"{problem}; the ranks of a node end together, restart the node")
         raise self._failure
 
