@@ -55,7 +55,7 @@ class Attempt(msgspec.Struct, eq=False):
     hold: FirstTokenHold | None = None
 
     @property
-    def said(self) -> int:
+    def answer_tokens(self) -> int:
         """Tokens of the answer so far over all attempts, including those in `pending`."""
         return self.emitted + self.next_offset
 

@@ -45,14 +45,16 @@ class Delivery:
     def record(self, tokens: Sequence[OutputToken]) -> None:
         """Record tokens that the reader gets now: an attempt that follows continues after them."""
         flight, now = self._flight, time.monotonic()
-        if not flight.said:
+        if not flight.delivered:
             flight.timeline.mark("first_token", now)
             flight.cached_tokens = self._attempt.cached_tokens
         if self._events.records:
-            self._events.add_tokens("delivered", len(flight.said), tokens, request=flight.request.request_id)
+            self._events.add_tokens(
+                "delivered", len(flight.delivered), tokens, request=flight.request.request_id
+            )
         for token in tokens:
-            flight.said.append(token.id)
+            flight.delivered.append(token.id)
         if now >= self._pace.due:
             self._pace.measure(now)
         if flight.suspect:
-            self._poison.progressed(flight, self._attempt.said, self._trial)
+            self._poison.progressed(flight, self._attempt.answer_tokens, self._trial)

@@ -214,7 +214,7 @@ class Dispatcher:
                 ended = "sibling failed" if request.batch.failed else "client gone"
                 timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
-            tokens = len(flight.said)
+            tokens = len(flight.delivered)
             if self._events.records:
                 self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
             self._metrics.request_finished(timeline, flight.figures())
@@ -226,7 +226,7 @@ class Dispatcher:
         self._pairs.check_busy(flight)
         retries: Retries | None = None
         while True:
-            before = len(flight.said)
+            before = len(flight.delivered)
             flight.attempts += 1
             deltas = self._attempt(flight)
             try:
@@ -243,7 +243,7 @@ class Dispatcher:
                 self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
                 elsewhere = self._placer.has_others(flight.avoid)
                 # The router itself put other suspects beside it: a crash there is no failure of the request.
-                progress = len(flight.said) > before or flight.shared_trial
+                progress = len(flight.delivered) > before or flight.shared_trial
                 if retries is None:
                     retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
                 pause = retries.pause(error, progress, elsewhere, loop.time())
@@ -261,7 +261,7 @@ class Dispatcher:
                         "placing a request again",
                         request_id=request,
                         attempt=flight.attempts,
-                        tokens=len(flight.said),
+                        tokens=len(flight.delivered),
                         reason=str(error),
                         pause=round(pause, 3),
                     )
@@ -289,7 +289,7 @@ class Dispatcher:
         except BaseException:
             trial.release()
             raise
-        first = not flight.said
+        first = not flight.delivered
         delivery = Delivery(flight, attempt, trial, self.health, self.poison, self._events)
         try:
             while True:
@@ -331,8 +331,8 @@ class Dispatcher:
             self.poison.check(flight)
             prefill, decode = pair
             check_length(flight.request, self._registry.max_model_len)
-            attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
-            if self._limits.first_token_hold and flight.request.streamed and not flight.said:
+            attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.delivered))
+            if self._limits.first_token_hold and flight.request.streamed and not flight.delivered:
                 attempt.hold = FirstTokenHold(self._limits.first_token_hold, loop.call_later)
             self._open.open(attempt, flight)
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)

@@ -25,7 +25,7 @@ class InFlight(msgspec.Struct, eq=False):
     timeline: Timeline
     deadline: float  # on the event loop's clock
     task: asyncio.Task[Any] | None = None  # reads the answer
-    said: array[int] = field(default_factory=lambda: array("i"))  # tokens that were sent to the client
+    delivered: array[int] = field(default_factory=lambda: array("i"))  # tokens that were sent to the client
     avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
     cached_tokens: int = 0  # of the prompt, in the attempt with the first token
     attempts: int = 0
@@ -40,23 +40,23 @@ class InFlight(msgspec.Struct, eq=False):
     @property
     def tokens(self) -> Sequence[int]:
         """The tokens to prefill: the prompt and the answer so far. Not to be changed."""
-        return [*self.request.token_ids, *self.said] if self.said else self.request.token_ids
+        return [*self.request.token_ids, *self.delivered] if self.delivered else self.request.token_ids
 
     @property
     def num_tokens(self) -> int:
         """Return the length of `tokens`."""
-        return len(self.request.token_ids) + len(self.said)
+        return len(self.request.token_ids) + len(self.delivered)
 
     def figures(self) -> RequestFigures:
         """Return its sizes once it is over."""
-        request, said = self.request, len(self.said)
+        request, delivered = self.request, len(self.delivered)
         return RequestFigures(
             len(request.token_ids),
-            said,
+            delivered,
             self.cached_tokens,
             request.sampling.max_tokens,
             request.share.choices if request.share.counted else 0,
-            request.share.longest(said),
+            request.share.longest(delivered),
             request.sampling.temperature,
             request.sampling.top_p,
         )

@@ -62,7 +62,7 @@ class PairWait:
         spans = [image.span for image in request.images] if request.images else ()
         make = partial(self._placer.prompt, flight.tokens, request.salt, spans, request.session)
         # The choices of one prompt hash it once.
-        return make() if flight.said else request.share.hashed(make)
+        return make() if flight.delivered else request.share.hashed(make)
 
     def until(self, flight: InFlight, started: float) -> float:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""
@@ -78,7 +78,7 @@ class PairWait:
         if flight.prompt.tokens != flight.num_tokens:
             flight.prompt = self._prompt(flight)
         found = self._placer.choose(avoid, flight.request.share.nodes, flight.prompt)
-        if isinstance(found, str) or flight.said:
+        if isinstance(found, str) or flight.delivered:
             return found
         return self._placer.spared(found, avoid, flight.prompt)
 

@@ -39,11 +39,11 @@ class PoisonWatch:
     def crashed(self, node: Node, aboard: Iterable[tuple[Attempt, InFlight]]) -> list[Attempt]:
         """Note that a node died under these requests. Return the attempts of requests that must not run again."""
         attempts = [(attempt, flight) for attempt, flight in aboard if _had(node, attempt)]
-        said: dict[bytes, int] = {}
+        emitted: dict[bytes, int] = {}
         for attempt, flight in attempts:
             flight.suspect = flight.suspect or fingerprint(flight.request)
-            said[flight.suspect] = max(said.get(flight.suspect, 0), attempt.said)
-        convicted = self.suspects.crashed(node.incarnation, node.role, said)
+            emitted[flight.suspect] = max(emitted.get(flight.suspect, 0), attempt.answer_tokens)
+        convicted = self.suspects.crashed(node.incarnation, node.role, emitted)
         return [attempt for attempt, flight in attempts if flight.suspect == convicted]
 
     def look_for_survivors(self, registry: NodeRegistry) -> None:
@@ -76,12 +76,12 @@ class PoisonWatch:
             for incarnation in (attempt.prefill.incarnation, attempt.decode.incarnation)
         }
 
-    def progressed(self, flight: InFlight, said: int, trial: Trial) -> None:
+    def progressed(self, flight: InFlight, emitted: int, trial: Trial) -> None:
         """Record progress of a suspected request.
 
         Past the position of its crash the request is cleared, and the next one gets its trial.
         """
-        self.suspects.progressed(flight.suspect, said)
+        self.suspects.progressed(flight.suspect, emitted)
         self._end_trial(flight, trial)
 
     def prefilled(self, flight: InFlight) -> None:

@@ -156,10 +156,10 @@ class Suspects:
         """Return the incarnations that crashed recently."""
         return list(self._crashes)
 
-    def progressed(self, key: bytes, said: int) -> None:
+    def progressed(self, key: bytes, emitted: int) -> None:
         """Clear the request if it has emitted enough tokens past its crash."""
         suspicion = self._suspects.get(key)
-        if suspicion is not None and said >= suspicion.position + CLEARED_BY:
+        if suspicion is not None and emitted >= suspicion.position + CLEARED_BY:
             del self._suspects[key]
 
     def prefilled(self, key: bytes) -> None:

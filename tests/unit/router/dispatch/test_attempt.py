@@ -121,7 +121,7 @@ def test_a_waiting_reader_gets_runs_at_once() -> None:
     made.on_run(run(1, [11]))
     made.on_run(run(2, [12, 13]))
     assert taker.ids == [11, 12, 13]
-    assert made.said == 4
+    assert made.answer_tokens == 4
     assert not made.pending
     assert not made.woken.is_set
 

@@ -82,7 +82,7 @@ def test_a_retry_is_placed_with_the_answer_so_far() -> None:
     placer = Placer()
     pairs, (first, second) = pair_wait(placer), [flight(share) for share in shares(2)]
     pairs.check_busy(first)
-    first.said.extend([4, 5])
+    first.delivered.extend([4, 5])
     for _ in range(2):
         assert pairs.now(first, ()) == CHOSEN
     pairs.check_busy(second)
