@@ -184,7 +184,8 @@ class PeerConnections:
                 self._security,
                 silence=SILENCE_SECONDS,
             )
-        except ConfigError as error:
+        except (ConfigError, zmq.ZMQError) as error:
+            # ZMQError: this process has run out of descriptors.
             raise TransferFailed(f"prefill node {peer.name} cannot be connected to: {error}") from error
         self._dealers[peer.incarnation] = dealer
         self._names[peer.incarnation] = f"{peer.name}/{peer.incarnation}"

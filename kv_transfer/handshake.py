@@ -200,7 +200,8 @@ class PeerTable:
             memory = self._endpoint.attach(
                 Target(incarnation, description, hello.layout.total_bytes, records_bytes)
             )
-        except HandshakeRefused as error:
+        except (HandshakeRefused, OSError) as error:
+            # OSError: this process has run out of descriptors.
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None
         plan = pair_plan(self._endpoint.layout, hello.layout)
         destinations = destination_ranks(

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 
+from common.exhaustion import EXHAUSTED, RETRY_SECONDS
 from common.observability.logs import Log
 from router.http.client import client_address
 from router.server.connections import ConnectionLimit
 from router.server.handshakes import TlsHandshakes
 
 ACCEPTED_PER_TURN = 8  # per listening socket
-RETRY_SECONDS = 1.0  # after the process or the host has run out of descriptors or memory
-EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class ConnectionAcceptor:
@@ -96,7 +94,6 @@ class ConnectionAcceptor:
                 return
             except OSError as error:
                 if error.errno in EXHAUSTED:
-                    # The socket stays readable: without a pause the loop would spin.
                     self._log.warning("cannot accept connections for a moment", reason=str(error))
                     self._loop.remove_reader(listener)
                     self._retries[listener] = self._loop.call_later(RETRY_SECONDS, self._watch, listener)

@@ -15,6 +15,7 @@ long as this process runs.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import select
 import socket
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import HandshakeRefused
+from common.exhaustion import EXHAUSTED, RETRY_SECONDS
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 
@@ -67,6 +69,7 @@ class LivenessListener:
         self._lock = threading.Lock()  # guards the fields that follow
         self._senders: dict[str, _Sender] = {}
         self._pending: list[_PendingConnection] = []
+        self._accepts_from = -math.inf  # by the clock; later after descriptors have run out
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-liveness", daemon=True)
         self._thread.start()
@@ -128,8 +131,9 @@ class LivenessListener:
     def _run(self) -> None:
         while not self._closing.is_set():
             poller = select.poll()
-            poller.register(self._listener, select.POLLIN)
             with self._lock:
+                if self._clock() >= self._accepts_from:
+                    poller.register(self._listener, select.POLLIN)
                 socks = [sender.sock for sender in self._senders.values() if sender.sock is not None]
                 for sock in (*socks, *(pending.sock for pending in self._pending)):
                     poller.register(sock, select.POLLIN)
@@ -138,9 +142,8 @@ class LivenessListener:
 
     def _look(self, now: float) -> None:
         """Process connections without waiting. A socket that was closed since the poll is only read once more."""
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            self._challenge(sock, now)
+        if now >= self._accepts_from:
+            self._accept(now)
         for pending in list(self._pending):
             self._authenticate(pending, now)
         for sender in self._senders.values():
@@ -154,6 +157,15 @@ class LivenessListener:
                 pass  # the connection timed out; a second read would look like an end
             sender.sock.close()
             sender.sock = None  # the peer may connect again
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                self._accepts_from = now + RETRY_SECONDS
+            return
+        self._challenge(sock, now)
 
     def _challenge(self, sock: socket.socket, now: float) -> None:
         if len(self._pending) >= MAX_PENDING:

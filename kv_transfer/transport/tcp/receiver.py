@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from common.exhaustion import EXHAUSTED, RETRY_SECONDS
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
@@ -77,6 +79,7 @@ class TcpReceiver(ReceiverEndpoint):
         self._thread: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
+        self._accepts_from = -math.inf  # by the clock; later after descriptors have run out
 
     # ---- the node's thread
 
@@ -136,8 +139,9 @@ class TcpReceiver(ReceiverEndpoint):
     def _run(self) -> None:
         poller = self._poller
         poller.register(self._wake, select.POLLIN)
-        poller.register(self._listener, select.POLLIN)
         while not self._closing:
+            if self._clock() >= self._accepts_from:
+                poller.register(self._listener, select.POLLIN)
             for fd, events in poller.poll(200):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
@@ -152,7 +156,10 @@ class TcpReceiver(ReceiverEndpoint):
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                self._poller.unregister(self._listener)
+                self._accepts_from = self._clock() + RETRY_SECONDS
             return
         pending = [each for each in self._connections.values() if not each.incarnation]
         if len(pending) >= MAX_PENDING:

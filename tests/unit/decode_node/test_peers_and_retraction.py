@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -224,6 +225,24 @@ def test_a_connected_process_whose_loop_is_busy_is_known_to_live(tmp_path: Path)
         connections.close()
         busy.close()
         context.term()
+
+
+def test_a_node_without_free_descriptors_refuses_the_request_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exhausted(*arguments: object, **named: object) -> object:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with NodeCluster(SMALL) as cluster:
+        first = cluster.submit(prompt_of(10), 4)
+        cluster.run(lambda: len(first.output) > 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "Dealer", exhausted)
+            with pytest.raises(TransferFailed, match="p7 .* Too many open files"):
+                cluster.decode.peers.ensure(ref(7))
+        cluster.decode.peers.ensure(ref(7))
+        cluster.run()
+        expect_reference(first)
 
 
 class FakeReceiver:

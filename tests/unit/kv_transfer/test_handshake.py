@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 import struct
 
@@ -14,7 +16,8 @@ from kv_transfer import messages
 from kv_transfer.events import PagesFree, PeerRefused, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.inbound import MAX_GREETING
 from kv_transfer.messages import Slots
-from kv_transfer.transport.loopback.endpoints import Fabric
+from kv_transfer.transport.base import PeerMemory, Target
+from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.pools import layers_layout
@@ -102,6 +105,20 @@ def test_refused_transports(
     sentence = refusal(decode_node(fabric, clock), Prefill(clock, endpoint))
     assert "it takes pages by loopback" in sentence
     assert words in sentence
+
+
+def test_a_prefill_node_without_free_descriptors_refuses_until_there_are_some(
+    fabric: Fabric, clock: Clock, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(self: LoopbackSender, target: Target) -> PeerMemory:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    decode = decode_node(fabric, clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopbackSender, "attach", exhausted)
+        assert "Too many open files" in refusal(decode, prefill)
+    decode.connect(prefill)
+    assert prefill.sender.counters.handshakes == 1
 
 
 def test_another_version_is_reported_by_both_sides(fabric: Fabric, clock: Clock, prefill: Prefill) -> None:

@@ -18,10 +18,12 @@ import msgspec
 import pytest
 
 from common.errors import HandshakeRefused
+from common.exhaustion import RETRY_SECONDS
 from kv_transfer.transport.nixl import liveness
 from kv_transfer.transport.nixl.liveness import GRACE, LivenessConnections, LivenessListener
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
+from tests.fakes.exhausted_listener import ExhaustedListener
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
 from tests.unit.kv_transfer.rig import Clock
@@ -53,6 +55,21 @@ def met(keeper: LivenessListener, who: str = "p") -> None:
 
 def ended(keeper: LivenessListener, who: str = "p") -> None:
     until(lambda: keeper.ended(who))
+
+
+def test_descriptors_that_run_out_are_waited_for_without_work(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = ExhaustedListener()
+    monkeypatch.setattr(socket, "create_server", lambda where, backlog: listener)
+    with closing(LivenessListener("127.0.0.1", 0, clock)) as keeper, closing(LivenessConnections()) as lines:
+        for _ in range(5):
+            keeper.poll()
+        assert listener.refused == 1
+        listener.exhausted = False
+        clock.now += RETRY_SECONDS
+        lines.hold(keeper.describe("p"))
+        met(keeper)
 
 
 def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LivenessListener, clock: Clock) -> None:

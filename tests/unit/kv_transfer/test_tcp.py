@@ -12,6 +12,7 @@ from contextlib import closing
 import msgspec
 import pytest
 
+from common.exhaustion import RETRY_SECONDS
 from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
 from kv_transfer.transport.tcp import frames as tcp_frames
@@ -19,6 +20,7 @@ from kv_transfer.transport.tcp.frames import Frame
 from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.exhausted_listener import ExhaustedListener
 from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
@@ -352,6 +354,34 @@ def test_an_idle_connection_costs_no_work(
     before = len(looks)
     time.sleep(0.1)
     assert len(looks) - before < 10
+
+
+@pytest.fixture
+def exhausted(monkeypatch: pytest.MonkeyPatch) -> ExhaustedListener:
+    """Return the socket on which a receiver will listen."""
+    made = ExhaustedListener()
+    monkeypatch.setattr(socket, "create_server", lambda where, backlog: made)
+    return made
+
+
+def test_descriptors_that_run_out_are_waited_for_without_work(
+    exhausted: ExhaustedListener, receiver: TcpReceiver, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def counted(clock: Clock) -> float:
+        looks.append(clock.now)
+        return clock.now
+
+    monkeypatch.setattr(Clock, "__call__", counted)
+    with socket.create_connection(exhausted.getsockname(), timeout=PATIENCE) as peer:
+        until(lambda: exhausted.refused)
+        turns = len(looks)
+        until(lambda: receiver.nudge() or len(looks) > turns + 10)
+        assert exhausted.refused == 1, "the thread of this socket spins"
+        exhausted.exhausted = False
+        clock.now += RETRY_SECONDS
+        assert peer.recv(4) == tcp_frames.CHALLENGE_MAGIC
 
 
 def test_strangers_are_bounded(

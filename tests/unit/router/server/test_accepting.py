@@ -20,6 +20,7 @@ from router.server.accepting import ACCEPTED_PER_TURN, ConnectionAcceptor, liste
 from router.server.connections import ConnectionLimit
 from router.server.handshakes import SLOTS, TlsHandshakes
 from router.server.sockets import TlsFiles
+from tests.fakes.exhausted_listener import ExhaustedListener
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
 from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually
@@ -103,26 +104,28 @@ async def test_a_handshake_that_never_ends_is_cut_off(tmp_path: Path) -> None:
         await eventually(lambda: acceptor.opening == 0)
 
 
-class Exhausted(socket.socket):
-    """A listening socket that once reports that the process has no free descriptor."""
-
-    refused = 0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if not self.refused:
-            self.refused += 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().accept()
-
-
 async def test_descriptors_that_run_out_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accepting, "RETRY_SECONDS", 0.01)
-    listener = Exhausted()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
+    listener = ExhaustedListener()
     async with accepting_at(listener):
-        assert await echoed(listener.getsockname()) == b"hello"
-    assert listener.refused == 1
+        answer = asyncio.create_task(echoed(listener.getsockname()))
+        await eventually(lambda: listener.refused > 1)
+        listener.exhausted = False
+        assert await answer == b"hello"
+
+
+async def test_the_loop_does_not_turn_for_descriptors_that_have_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accepting, "RETRY_SECONDS", 1000.0)
+    listener = ExhaustedListener()
+    async with accepting_at(listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        await eventually(lambda: listener.refused)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert listener.refused == 1
+        writer.close()
 
 
 async def test_closing_keeps_what_was_accepted() -> None:
