@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 HIGHEST, SIZE = 448.0, 128
 # Products that engines merge, which read the same values and share a static scale.
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MERGED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def quantise_model(model: Any, tensors: Mapping[str, Tensor], choice: Choice, se
 
 
 def _is_product(name: str, value: Tensor) -> bool:
-    return name.endswith("_proj.weight") and value.ndim == 2
+    return re.search(r"_proj(_[a-z]+)?\.weight$", name) is not None and value.ndim == 2
 
 
 def _rounding(inputs: str, static: Tensor | None) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
@@ -126,7 +130,7 @@ def _share_scales(static: dict[str, Tensor], choice: Choice) -> None:
                 _largest(static, [name for name in run if name in static])
     layers = {name[: name.index(".experts.")] for name in static if ".experts." in name}
     for layer in layers:
-        inside = [name for name in static if name.startswith(f"{layer}.experts.")]
+        inside = [name for name in static if name.startswith((f"{layer}.experts.", f"{layer}.shared_expert"))]
         down = [name for name in inside if name.endswith("down_proj")]
         _largest(static, down)
         _largest(static, [name for name in inside if name not in down])
