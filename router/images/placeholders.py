@@ -23,7 +23,8 @@ def place_images(
 
     Nodes cache images by content and salt. A placeholder token outside the vocabulary is replaced by a token that the
     prompt contains anyway: it is never embedded, and so repetition_penalty affects no token that is not in the prompt.
-    Raises InvalidRequest if the text itself contains the placeholder, which would shift the images.
+    Raises InvalidRequest if the text itself contains the placeholder, which would shift the images, or if the template
+    leaves out an image.
     """
     filler = vision.image_token_id
     if filler >= vocab_size:
@@ -36,10 +37,11 @@ def place_images(
         )
     placeholders = sum(token == vision.image_token_id for token in token_ids)
     if placeholders != len(images):
+        remedy = "remove the placeholder's text from the messages"
+        if placeholders < len(images):
+            remedy = "the chat template leaves out images of some roles: send them in messages of the user"
         raise InvalidRequest(
-            f"the prompt has {placeholders} placeholders for {len(images)} images; remove the placeholder's text "
-            "from the messages",
-            param="messages",
+            f"the prompt has {placeholders} placeholders for {len(images)} images; {remedy}", param="messages"
         )
     for token in token_ids:
         if token != vision.image_token_id:

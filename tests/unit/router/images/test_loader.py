@@ -387,9 +387,18 @@ def test_a_placeholder_outside_the_vocabulary_is_written_as_a_token_of_the_promp
     assert set(place_images([6, 8, 6, 2], images, VISION, 50)[0]) == {6, 8, 2}
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_text_that_spells_the_placeholder_is_refused(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "remedy"),
+    [
+        (0, "remove the placeholder's text"),
+        (1, "remove the placeholder's text"),
+        (3, "leaves out .* send them in messages of the user"),
+    ],
+)
+def test_text_that_spells_the_placeholder_and_images_that_are_left_out_are_refused(
+    count: int, remedy: str
+) -> None:
     images = [Image(b"x", b"x" * 32, 1, 6)] * count
-    with pytest.raises(InvalidRequest, match="2 placeholders") as error:
+    with pytest.raises(InvalidRequest, match=f"2 placeholders for {count} images; .*{remedy}") as error:
         place_images([6, 5, 6], images, VISION, 50)
     assert error.value.param == "messages"
