@@ -14,7 +14,7 @@ from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.tokenizer_config import named_tokens, read_tokenizer_config
 from common.errors import InvalidRequest, ModelError
 from router.requests.openai_schema import Message
-from router.templates.call_form import probe_tool
+from router.templates.call_form import TOOL, probe_tool
 from router.templates.content_form import ContentForms
 from router.templates.plain_messages import plain_messages, refuse_lost
 from router.templates.prompt_end import PromptEnd, render_open
@@ -68,10 +68,11 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions, or set model.chat_template",
                 param="messages",
             )
-        forms = self._tool_forms if tools else self._forms
+        with_tools = bool(tools) or self._needs_tool_template(messages)
+        forms = self._tool_forms if with_tools else self._forms
         plain = plain_messages(messages, forms)
         try:
-            given = {**variables, "tools": tools or None}
+            given = {**variables, "tools": tools if with_tools else None}
             if end is PromptEnd.OPEN_MESSAGE:
                 if messages[-1].tool_calls:
                     raise ValueError("the last message has tool calls, so it cannot be continued")
@@ -86,6 +87,14 @@ class ChatTemplate:
             ) from error
         refuse_lost(messages, forms)
         return text
+
+    def _needs_tool_template(self, messages: Sequence[Message]) -> bool:
+        """Return whether the default template would drop calls that the one for tools prints."""
+        return (
+            self._tool_template is not self._template
+            and any(message.tool_calls or message.role == TOOL for message in messages)
+            and not self._forms.prints_calls
+        )
 
     @cached_property
     def _forms(self) -> ContentForms:
@@ -104,7 +113,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render messages unchanged. Raises whatever the template raises."""
-        template = self._tool_template if variables.get("tools") else self._template
+        template = self._template if variables.get("tools") is None else self._tool_template
         assert template is not None
         given = {
             "tools": None,

@@ -143,12 +143,21 @@ def test_as_transformers_renders_the_form_of_the_template(tmp_path: Path) -> Non
 
 
 def test_requests_with_tools_use_the_form_of_their_template(tmp_path: Path) -> None:
-    """The default template of Hermes prints no calls; the one for tools does."""
-    named = {"default": template_styles.QWEN, "tool_use": "{{ tools[0].function.name }}" + styles.DEEPSEEK_R1}
+    """The default template of Hermes prints no calls; the one for tools does, also for requests without tools."""
+    named = {"default": template_styles.QWEN, "tool_use": "{{ tools | length }} tools" + styles.DEEPSEEK_R1}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = ChatTemplate(tmp_path)
     messages = conversation(asked(call("weather", "{}")))
-    assert "weather\n{}" in template.render(messages, tools=[TOOL])
+    for tools in ([TOOL], []):
+        prompt = template.render(messages, tools=tools)
+        assert prompt.startswith(f"{len(tools)} tools")
+        assert "weather\n{}" in prompt
+    assert template.render(messages[:1]).startswith("[system]You help.[end]")
+
+
+def test_calls_that_are_never_printed_are_refused(tmp_path: Path) -> None:
+    template = template_of(tmp_path, template_styles.QWEN)
+    messages = conversation(asked(call("weather", "{}")))
     with pytest.raises(InvalidRequest, match="prints no tool calls of earlier messages") as found:
         template.render(messages)
     assert found.value.param == "messages[1].tool_calls"
