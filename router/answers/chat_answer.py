@@ -15,8 +15,18 @@ from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import Thought
 from router.grammar.constraint import Constraint, End, JsonSchema, Lark
 from router.requests.chat_rules import ChatRules
+from router.requests.openai_schema import Message
 from router.requests.thinking_budget import refuse_constrained
 from router.tokens.tokenizer import Tokenizer
+
+
+def said_last(last: Message) -> str:
+    """Return the text of a chat's last message if it is the assistant's."""
+    if last.role != "assistant" or last.content is None:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "".join(part.said or "" for part in last.content)
 
 
 class ChatAnswer:

@@ -2,6 +2,7 @@
 
 With `return_token_ids` every choice, complete or in a chunk, has its `token_ids`. The ids of the prompt are
 `prompt_token_ids`: in the answer and its first chunks for a chat, in each choice and its first chunk for a completion.
+With `return_prompt_text` a chat has its `prompt_text` there, too.
 `prompt_logprobs` belong to the answer of a chat and to each choice of a completion. `hidden_states` of a choice are, as
 in SGLang, those that its last token was drawn from; a stream sends them in an event after the last one of the choice.
 What other requests send does not pass through this module.
@@ -10,7 +11,7 @@ What other requests send does not pass through this module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +21,9 @@ from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Format,
 from router.answers.prompt_pieces import PromptPiece
 from router.answers.whole_answers import AnswerChoice, WholeChoice, whole_answer
 from router.dispatch.answer_states import AnswerStates
-from router.requests.openai_schema import CompletionRequest, SharedFields
+from router.requests.openai_schema import ChatRequest, CompletionRequest, SharedFields
 from router.tokens.names import TokenNames
+from router.tokens.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 _OPEN = b'"choices":['
@@ -29,14 +31,29 @@ _PREFIX, _END = b"data: ", b"\n\n"
 
 
 def with_details(
-    shown: AnswerForm, form: Format, body: SharedFields, prompts: Sequence[Sequence[int]], names: TokenNames
+    shown: AnswerForm,
+    form: Format,
+    body: SharedFields,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
 ) -> AnswerForm:
     """Return `shown` with the details that a request asks for; `prompts` are the ids of each choice's prompt."""
+    told = _prompt_members(body, prompts[0], tokenizer) if isinstance(body, ChatRequest) else {}
     if body.native or not (
-        body.return_token_ids or body.prompt_logprobs is not None or body.return_hidden_states
+        told or body.return_token_ids or body.prompt_logprobs is not None or body.return_hidden_states
     ):
         return shown
-    return FormWithDetails(shown, form, body, prompts, names)
+    return FormWithDetails(shown, form, body, prompts, told, tokenizer)
+
+
+def _prompt_members(body: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what the answer to a chat tells of its prompt."""
+    told: dict[str, Any] = {}
+    if body.return_token_ids:
+        told["prompt_token_ids"] = list(prompt)
+    if body.return_prompt_text:
+        told["prompt_text"] = tokenizer.decode(prompt, skip_special_tokens=False)
+    return told
 
 
 class FormWithDetails:
@@ -48,13 +65,20 @@ class FormWithDetails:
         form: Format,
         body: SharedFields,
         prompts: Sequence[Sequence[int]],
+        told: Mapping[str, Any],
         names: TokenNames,
     ) -> None:
-        """`shown` makes the events to extend, `form` the complete answer. `names`: names prompt tokens."""
+        """`shown` makes the events to extend, `form` the complete answer.
+
+        Args:
+            told: members of the answer and of its first events.
+            names: names prompt tokens.
+        """
         self._shown = shown
         self._form = form
         self._body = body
         self._prompts = prompts
+        self._told = told
         self._names = names
         self._chat = not isinstance(body, CompletionRequest)
         self._waiting: dict[int, list[int]] = {}  # choice -> ids of tokens whose event is still to come
@@ -63,11 +87,7 @@ class FormWithDetails:
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         sent = self._shown.opening(choices, usage)
-        if not self._body.return_token_ids:
-            return sent
-        return b"".join(
-            _event({**event, "prompt_token_ids": list(self._prompts[0])}) for event in _events(sent)
-        )
+        return b"".join(_event({**event, **self._told}) for event in _events(sent)) if self._told else sent
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""
@@ -110,7 +130,7 @@ class FormWithDetails:
         return self._shown.failure(body, status)
 
     def collector(self, choices: int) -> Collector:
-        return AnswerWithDetails(self._form, self._body, self._prompts, self._chat, self._names)
+        return AnswerWithDetails(self._form, self._body, self._prompts, self._told, self._names)
 
 
 class AnswerWithDetails:
@@ -121,18 +141,19 @@ class AnswerWithDetails:
         form: Format,
         body: SharedFields,
         prompts: Sequence[Sequence[int]],
-        chat: bool,
+        told: Mapping[str, Any],
         names: TokenNames,
     ) -> None:
+        """`told`, `names`: as in FormWithDetails."""
+        chat = not isinstance(body, CompletionRequest)
         self._form = form
         self._head = form.before_choices()
         self._choices: list[AnswerChoice] = [WholeChoice(form, index) for index in range(len(prompts))]
         self._chat_scores: ScoreList | None = None
+        if told:
+            assert self._head.endswith(_OPEN)
+            self._head = self._head[: -len(_OPEN)] + _encode(told)[1:-1] + b"," + _OPEN
         if body.return_token_ids:
-            if chat:
-                assert self._head.endswith(_OPEN)
-                listed = b'"prompt_token_ids":%b,' % _encode(list(prompts[0]))
-                self._head = self._head[: -len(_OPEN)] + listed + _OPEN
             self._choices = [
                 ChoiceWithIds(choice, None if chat else ids)
                 for choice, ids in zip(self._choices, prompts, strict=True)

@@ -44,6 +44,7 @@ class Usage(msgspec.Struct):
             found["prompt_tokens_details"]["image_tokens"] = self.image_tokens
         if self.reasoning_tokens is not None:
             found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+            found["reasoning_tokens"] = self.reasoning_tokens  # where SGLang has it
         return found
 
 
@@ -174,6 +175,7 @@ class ChatFormat(Format):
     lists = ("content",)
     constant_columns = b',"refusal":null'
     after_text = b',"refusal":null},"logprobs":'
+    echoed = ""  # precedes the content of each choice
 
     def before_text(self, index: int) -> bytes:
         return b'{"index":%d,"message":{"role":"assistant","content":' % index
@@ -196,8 +198,14 @@ class ChatFormat(Format):
         return [Content(piece.text, ((start, end),))]
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        delta = b'{"role":"assistant","content":""}'
-        return b"".join(self._event(chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
+        deltas = [b'{"role":"assistant","content":""}']
+        if self.echoed:
+            deltas.append(b'{"content":' + _encode(self.echoed) + b"}")
+        begun = [chunk(i, delta, b"null", b"null") for delta in deltas for i in range(choices)]
+        return b"".join(self._event(each, usage) for each in begun)
+
+    def encoded_text(self, index: int, text: str) -> bytes:
+        return _encode(self.echoed + text)
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         if self._logprobs is None and piece.finish_reason is None:

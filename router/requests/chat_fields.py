@@ -17,6 +17,8 @@ MAX_DEPTH = 32  # nesting of a tool's parameters
 MAX_VALUES = 50_000  # in the parameters of all tools
 MAX_CALLS = 128  # in one message
 MAX_VARIABLE_LENGTH = 1024  # characters of one value in chat_template_kwargs
+# A name, or in chats, as in SGLang, a number below 1.
+Effort = str | Annotated[float, Meta(ge=0, lt=1)]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _PARAMETERS = "parameters"
@@ -72,7 +74,7 @@ class ChatToolChoice(msgspec.Struct, frozen=True):
 class ReasoningSwitch(msgspec.Struct, frozen=True):
     """The switches of reasoning in one object, as SGLang takes them."""
 
-    effort: str | None = None  # before reasoning_effort
+    effort: Effort | None = None  # before reasoning_effort
     enabled: bool | None = None  # sets enable_thinking and thinking
     max_tokens: int | None = None  # OpenRouter's name for thinking_token_budget
     exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
@@ -199,7 +201,7 @@ def _function(function: Function) -> dict[str, Any]:
 
 def template_variables(
     given: dict[str, Any] | None,
-    effort: str | None,
+    effort: Effort | None,
     allowed: frozenset[str],
     reasoning: ReasoningSwitch | None = None,
 ) -> dict[str, Any]:
@@ -211,8 +213,10 @@ def template_variables(
         if reasoning.effort is not None:
             effort, field = reasoning.effort, "reasoning.effort"
     if effort is not None:
-        if effort not in EFFORTS:
-            raise InvalidRequest(f"{field} must be one of {', '.join(EFFORTS)}", param=field)
+        if isinstance(effort, str) and effort not in EFFORTS:
+            raise InvalidRequest(
+                f"{field} must be one of {', '.join(EFFORTS)}, or a number below 1", param=field
+            )
         thinks = effort != "none"
         variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     if enabled is not None:

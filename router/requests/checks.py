@@ -175,7 +175,11 @@ def sampling_params(
         seed=random_bits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
-        logprob_ids=_logprob_ids(request.logprob_token_ids, logprobs, model.vocab_size),
+        logprob_ids=(
+            _logprob_ids(request.logprob_token_ids, logprobs, model.vocab_size)
+            if request.logprob_token_ids
+            else ()
+        ),
         grammar=grammar,
     )
 
@@ -223,9 +227,7 @@ def reported_stops(request: SharedFields, sampling: SamplingParams, model: Serve
     return stop_tokens - {model.primary_eos}
 
 
-def _logprob_ids(given: list[int] | None, logprobs: int | None, vocab_size: int) -> tuple[int, ...]:
-    if not given:
-        return ()
+def _logprob_ids(given: list[int], logprobs: int | None, vocab_size: int) -> tuple[int, ...]:
     if logprobs is None:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     if len(given) > MAX_LOGPROB_IDS:

@@ -62,7 +62,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "data_parallel_rank": (),
     "disagg_prefill_dp_rank": (),
-    "echo": (False,),  # in a chat
     "ec_transfer_params": (),
     "extra_key": (),
     "image": ({},),
@@ -83,7 +82,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "return_cached_tokens_details": (False,),
     "return_entropy": (False,),
     "return_meta_info": (False,),
-    "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
     "return_weight_versions": (False,),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROB_IDS
-from router.requests.chat_fields import ChatToolChoice, Identity, ReasoningSwitch, Tool, ToolCall
+from router.requests.chat_fields import ChatToolChoice, Effort, Identity, ReasoningSwitch, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
 from router.requests.read_constraint import read_constraint, with_schema_texts
@@ -114,7 +114,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
 
     model: str | None = None
     request_id: RequestId | None = None  # vLLM: the request's id, unless a header has one
-    rid: RequestId | None = None  # SGLang: the request's id
+    # SGLang: the request's id, or one for each prompt
+    rid: RequestId | Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
@@ -132,7 +133,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     best_of: int | None = None  # only 1 or n: see choice_count
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
-    return_hidden_states: bool | None = None  # as in SGLang
+    return_hidden_states: bool | Literal["last"] | None = None  # as in SGLang, where `last` gives the same
     # as in vLLM: tokens whose log-probabilities are listed with each token of the answer, instead of the likeliest ones
     logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
@@ -163,11 +164,13 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
     stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
+    echo: bool | None = None  # as in vLLM: what the assistant has said last precedes the answer
+    return_prompt_text: bool | None = None  # as in vLLM
     documents: Any = None
     modalities: Any = None
     audio: Any = None

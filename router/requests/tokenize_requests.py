@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.requests.chat_fields import ChatToolChoice, Tool
+from router.requests.chat_fields import ChatToolChoice, Effort, Tool
 from router.requests.openai_schema import MAX_MESSAGES, Message, Text
 
 MAX_TEXTS = 1024  # in one request
@@ -29,7 +29,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     tools: list[Tool] | None = None
     tool_choice: str | ChatToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     # refused unless they have no effect, as in a chat
     chat_template: Any = None
     documents: Any = None

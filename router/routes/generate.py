@@ -7,15 +7,15 @@ from functools import partial
 
 from aiohttp import web
 
-from common.errors import InvalidRequest
 from router.answers.choices import Prompt, choice_ids
 from router.answers.openai_responses import CompletionFormat
 from router.apis.generate_answer import GenerateForm
 from router.apis.generate_request import GenerateTask, names_of, sampling_names
 from router.apis.renamed_fields import renamed_fields
 from router.apis.tasks import GENERATE
-from router.http.errors import clean_request_id, request_id_key, use_request_id
+from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import received
+from router.routes.listed_ids import listed_ids
 from router.routes.openai import OpenAiRoutes, OwnFields
 from router.text.service import TextService
 from router.tokens.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class GenerateRoutes:
         async with received(request) as memory:
             task = await self._texts.read_task(GENERATE, memory.take())
             use_request_id(request, task.rid)
-            identities = _identities(task.rids)
+            identities = listed_ids(task.rids)
             show = partial(self._form, task, request[request_id_key], identities)
             own = OwnFields(task.own, sampling_names) if task.own else None
             with renamed_fields(names_of(task)):
@@ -57,18 +57,3 @@ class GenerateRoutes:
         count = len(prompt_tokens) // len(prompts)
         ids = [own for prompt in prompts for own, *_ in choice_ids(request_id, prompt, count)]
         return GenerateForm(task, ids, self._tokenizer, prompt_tokens)
-
-
-def _identities(given: Sequence[str]) -> list[str]:
-    """Return the ids of prompts as they are used. Raises InvalidRequest if two are the same, or nothing is left."""
-    found: list[str] = []
-    for index, each in enumerate(given):
-        identity = clean_request_id(each)
-        if not identity:
-            raise InvalidRequest("an id needs a letter or a digit", param=f"rid[{index}]")
-        if identity in found:
-            raise InvalidRequest(
-                f"the id {identity} is that of an earlier prompt, too", param=f"rid[{index}]"
-            )
-        found.append(identity)
-    return found

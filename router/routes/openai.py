@@ -14,7 +14,7 @@ from common.errors import InvalidRequest
 from common.observability.logs import Log
 from router.answers.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answers.answer_stream import Answering
-from router.answers.chat_answer import ChatAnswer
+from router.answers.chat_answer import ChatAnswer, said_last
 from router.answers.choices import AnswerOptions, Choice, ChoiceMaker, Prompt, prompt_lengths
 from router.answers.details import with_details
 from router.answers.openai_form import OpenAiForm
@@ -55,6 +55,7 @@ from router.requests.openai_schema import (
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
 from router.requests.thinking_budget import completion_limit
+from router.routes.listed_ids import listed_ids
 from router.routes.request_counter import RequestCounter
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
@@ -127,6 +128,8 @@ class OpenAiRoutes:
     async def _chat(
         self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
     ) -> web.StreamResponse:
+        if isinstance(body.rid, list):
+            raise InvalidRequest("rid lists ids, but a chat has one: send a string", param="rid")
         if body.rid is not None or body.request_id is not None:
             use_request_id(request, body.rid, body.request_id)
         check_request(body, model)
@@ -152,6 +155,8 @@ class OpenAiRoutes:
         named = body.logprob_token_ids or ()
         head = (identity, model.name, int(time.time()), self._names(body), logprobs, named)
         form = answer.format(head, len(choices))
+        if body.echo:
+            form.echoed = said_last(body.messages[-1])
         ids = [prompt] * len(choices)
         shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
         with self._images.hold(rendered.images) if rendered.images else NOTHING_HELD:
@@ -196,13 +201,22 @@ class OpenAiRoutes:
         own: OwnFields | None = None,
         identities: Sequence[str] = (),
     ) -> web.StreamResponse:
-        if body.rid is not None or body.request_id is not None:
-            use_request_id(request, body.rid, body.request_id)
+        rid = body.rid
+        if isinstance(rid, list):
+            identities, rid = listed_ids(rid), None
+        if rid is not None or body.request_id is not None:
+            use_request_id(request, rid, body.request_id)
         check_request(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = list[Choice](), PromptBatch()
         body = with_packed_ids(body)
         given = prompts(body, model.max_model_len)
+        if identities and len(identities) != len(given):
+            raise InvalidRequest(
+                f"rid lists {len(identities)} ids, but there are {len(given)} prompts; send one for each, or a string "
+                "for the request",
+                param="rid",
+            )
         answers = len(given) * choice_count(body)
         if answers > self._max_requests:
             raise InvalidRequest(
@@ -225,7 +239,9 @@ class OpenAiRoutes:
                     grammar = await self._texts.grammar(read_constraint(fields), model)
                     rules = await token_rules(fields, model, self._texts)
                     options = AnswerOptions("max_tokens", logprobs, grammar, rules)
-                limit = completion_limit(fields, model.answers, ids, options.grammar)
+                limit = None
+                if fields.thinking_token_budget is not None or fields.custom_params is not None:
+                    limit = completion_limit(fields, model.answers, ids, options.grammar)
                 own_id = identities[index] if identities else None
                 asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)

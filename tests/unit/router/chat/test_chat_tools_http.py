@@ -182,6 +182,7 @@ async def test_tokens_of_reasoning_are_counted(rig: Rig, tokenizer: Tokenizer) -
     answers(rig, tokenizer, THOUGHT + "It rains.", "stop")
     _, answer, _ = await rig.post(CHAT, ASK)
     details = answer["usage"]["completion_tokens_details"]
+    assert answer["usage"]["reasoning_tokens"] == details["reasoning_tokens"]
     assert 5 < details["reasoning_tokens"] < answer["usage"]["completion_tokens"] - 3
     for fields in {"include_reasoning": False}, {"return_token_ids": True}:
         _, answer, _ = await rig.post(CHAT, ASK | fields)
@@ -238,6 +239,9 @@ async def test_log_probabilities_of_every_token(rig: Rig, tokenizer: Tokenizer) 
         ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
         ({"chat_template_kwargs": {"enable_thinking": "x" * 1025}}, "chat_template_kwargs.enable_thinking"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"reasoning_effort": 1.0}, "reasoning_effort"),
+        ({"reasoning_effort": -0.1}, "reasoning_effort"),
+        ({"reasoning_effort": True}, "reasoning_effort"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         (
             {

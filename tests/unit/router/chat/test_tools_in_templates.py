@@ -127,6 +127,9 @@ def test_effort_decides_about_thinking_unless_the_client_does() -> None:
     }
     assert template_variables({"enable_thinking": True}, None, allowed, one_object)["enable_thinking"] is True
     assert template_variables(None, "high", allowed, ReasoningSwitch())["reasoning_effort"] == "high"
+    for effort in (0, 0.25):
+        thinking = {"enable_thinking": True, "thinking": True}
+        assert template_variables(None, effort, allowed) == {"reasoning_effort": effort, **thinking}
     with pytest.raises(InvalidRequest, match=r"model\.chat_template_kwargs") as found:
         template_variables({"date_string": "x"}, None, allowed)
     assert found.value.param == "chat_template_kwargs.date_string"

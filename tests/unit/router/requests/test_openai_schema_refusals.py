@@ -109,7 +109,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "kv_transfer_params": ({"a": 1}, 5),
             "return_hidden_states": (True, "last", 0),
             "request_id": ("", "x" * 129, 5),
-            "rid": ("", "x" * 129, ["x"]),
+            "rid": ("", "x" * 129, ["x", "y"]),
             "routed_experts_start_len": (1, False),
             "stop_regex": ("a+", ["a+"]),
             "vllm_xargs": ({"a": 1},),
@@ -123,7 +123,6 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     *[(path, "bad_words", ["x" * 257], "bad_words[0]") for path in BOTH],
     *[(path, "stop_token_ids", [True], "stop_token_ids[0]") for path in BOTH],
     (CHAT, "max_completion_tokens", 0, SAME),
-    (CHAT, "echo", True, SAME),
     (CHAT, "max_completion_tokens", 4096, SAME),
     (CHAT, "reasoning_effort", "huge", SAME),
     (CHAT, "include_reasoning", 1, SAME),
@@ -209,7 +208,9 @@ TAKEN: dict[str, list[Any]] = {
     "stream": [False, None],
 }
 TAKEN_CHAT: dict[str, list[Any]] = {
-    "echo": [False, None],
+    "echo": [False, True, None],
+    "return_prompt_text": [False, True, None],
+    "reasoning_effort": [0, 0.5, "none", None],
     "tools": [[], None],
     "tool_choice": ["none", "auto", None],
     "parallel_tool_calls": [True, False],
@@ -409,7 +410,7 @@ async def test_a_body_that_is_too_large_is_refused(rig: Rig) -> None:
 
 
 async def test_neutral_values_in_remedies_are_json(rig: Rig) -> None:
-    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "echo", True))
+    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "use_beam_search", True))
     assert "send false" in answer["error"]["message"]
     _, answer, _ = await rig.post(CHAT, body_of(CHAT, "modalities", ["audio"]))
     assert json.dumps(["text"]) in answer["error"]["message"]

@@ -30,9 +30,23 @@ async def test_an_id_in_the_body_is_that_of_the_request(
         assert rig.generator.requests[-1].request_id == "mine/1"
         events = await rig.raw(path, padded | {name: "mine-2", "stream": True})
         assert f'"id":"{prefix}mine-2"'.encode() in events
-        for wrong in ("", "x" * 129, 5, ["a"]):
+        for wrong in ("", "x" * 129, 5, ["a", "b"]):
             status, answer, _ = await rig.post(path, padded | {name: wrong})
             assert (status, answer["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_each_prompt_of_completions_may_have_an_id(rig: Rig, padding: int) -> None:
+    """The request keeps the id of its header."""
+    rig.generator.will(*one_by_one([300]))
+    body = {"prompt": ["a", "b"], "rid": ["mine/1 ", "mine/2"], "user": "x" * padding}
+    _, answer, headers = await rig.post(COMPLETION[0], body, {"X-Request-Id": "all"})
+    assert (answer["id"], headers["x-request-id"]) == ("cmpl-all", "all")
+    assert sorted(each.request_id for each in rig.generator.requests) == ["mine/1", "mine/2"]
+    assert all(each.known_as == ("all",) for each in rig.generator.requests)
+    for wrong, param in ((["a"], "rid"), (["a", "a"], "rid[1]"), (["a", " "], "rid[1]"), ([], None)):
+        status, answer, _ = await rig.post(COMPLETION[0], body | {"rid": wrong})
+        assert (status, answer.get("error", {}).get("param")) == (200 if param is None else 400, param)
 
 
 @pytest.mark.parametrize(("path", "body", "prefix"), [CHAT, COMPLETION])
