@@ -4,7 +4,7 @@
         [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
 
 With `--ranks 2` the model is divided over two GPUs as in a node; weights, bytes and floors are those of one of them,
-and a floor contains no all-reduce.
+and a floor contains no all-reduce. `--share 2` measures the share of one of them on one GPU (`bench_ranks.py`).
 
 The model is a published shape or a directory with config.json, made on the device (`shapes.py`). Times are host time,
 from the call to tokens that Python can read; `device` is from the first to the last kernel of a step, and the
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     bench_ranks.add_arguments(parser)
     options = parser.parse_args()
-    with bench_ranks.joined("tests.bench.engine", options.ranks, options.rank, options.device) as here:
+    with bench_ranks.joined("tests.bench.engine", options) as here:
         run(options, here)
 
 

@@ -320,9 +320,9 @@ def main() -> None:
         )
     if options.algorithm == MTP and options.draft_quantization != "none":
         parser.error("MTP modules have the format of their target: leave out --draft-quantization")
-    if options.model is not None and options.ranks > 1:
+    if options.model is not None and (options.ranks > 1 or options.share is not None):
         parser.error("several ranks need a constructed model: leave out --model and --draft")
-    with bench_ranks.joined("tests.bench.rounds", options.ranks, options.rank, options.device) as here:
+    with bench_ranks.joined("tests.bench.rounds", options) as here:
         measure(options, here)
 
 
