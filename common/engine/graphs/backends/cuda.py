@@ -49,13 +49,12 @@ class CudaRecorder:
 
     @property
     def warm_ups(self) -> int:
-        """One run compiles the kernels of a shape. The first graph takes two: workspaces are allocated, too.
+        """The first graph takes two runs, which allocate workspaces; so does the next one after a capture that failed.
 
-        Where launches run nothing, later kernels would read indices that no kernel has written.
+        Kernels that a later graph is the first to use are compiled and loaded while it is captured. Where launches run
+        nothing, later kernels would read indices that no kernel has written.
         """
-        if not launches():
-            return 0
-        return 1 if self._captured else 2
+        return 2 if launches() and not self._captured else 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -102,6 +101,7 @@ class CudaRecorder:
 
     def abort(self) -> None:
         graph, self._graph = self._graph, None
+        self._captured = False
         if graph is not None:
             with suppress(RuntimeError):  # the capture has already failed
                 graph.capture_end()

@@ -19,7 +19,7 @@ class FakeGraph:
         """Run nothing."""
 
 
-def test_only_the_first_graph_is_warmed_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_graph_and_the_next_after_a_failure_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in (
         ("graph_pool_handle", object),
         ("Stream", lambda device: None),
@@ -35,4 +35,7 @@ def test_only_the_first_graph_is_warmed_up_twice(monkeypatch: pytest.MonkeyPatch
     assert recorder.warm_ups == 2, "the first graph has failed"
     recorder.begin()
     recorder.end()
-    assert recorder.warm_ups == 1
+    assert recorder.warm_ups == 0
+    recorder.begin()
+    recorder.abort()
+    assert recorder.warm_ups == 2

@@ -189,6 +189,22 @@ def test_what_torch_and_triton_raise_in_capture_costs_only_that_graph(kind: type
     assert not made.counters.fallbacks, "no request was served"
 
 
+def test_a_capture_that_succeeds_at_the_second_attempt_costs_nothing() -> None:
+    """As with a recorder on a GPU, which lets runs precede it: they load what this capture could not."""
+    seen: list[int] = []
+
+    def body(toy: Toy, inputs: Inputs) -> Tensor:
+        rows = inputs["embeds"]
+        seen.append(len(rows))
+        return _raise(CaptureError("not loaded")) if seen == [8, 4] else rows
+
+    made = runner(Toy(body))
+    assert seen == [8, 4, 4, 2]
+    assert [row.error for row in made.rows] == ["", "", ""]
+    assert made(batches([3])[0]).hidden.shape == (3, WIDTH)
+    assert not made.counters.fallbacks
+
+
 def test_programming_errors_in_capture_are_no_fallback() -> None:
     with pytest.raises(TypeError, match="ours"):
         runner(Toy(lambda toy, inputs: _raise(TypeError("ours"))))
