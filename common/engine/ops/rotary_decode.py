@@ -180,24 +180,24 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(key_ptr + stored, stored_key.to(key_ptr.dtype.element_ty), mask=inside)
         tl.store(value_ptr + stored, stored_value.to(value_ptr.dtype.element_ty), mask=inside)
 
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    # The new key is the first of its part. Were it selected among the keys of a step, the loop could not copy them
+    # ahead of their use.
+    newest = (begin < end) & (end == length)
+    score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale_log2
+    most = tl.where(newest, score, float("-inf"))
+    total = tl.where(newest, tl.full((ROWS,), 1.0, tl.float32), 0.0)
+    out = tl.where(newest, tl.zeros((ROWS, BLOCK_D), tl.float32) + new_value.to(tl.float32), 0.0)
     if begin < end:
-        newest = (position == last)[:, None]
-        key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
-        most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
-    for start in range(begin + BLOCK_N, end, BLOCK_N):
+        most, total, out = _attend_block(query, key, value, old, most, total, out, scale_log2)
+    for start in range(begin + BLOCK_N, tl.minimum(end, last), BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         old = position < tl.minimum(end, last)
         page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=old, other=0)
-        newest = (position == last)[:, None]
         key = load_keys(key_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         value = load_keys(value_ptr, page, position, old, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         if EIGHT_BITS:
             key, value = key.to(query.dtype), value.to(query.dtype)
-        key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
-        most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
+        most, total, out = _attend_block(query, key, value, old, most, total, out, scale_log2)
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
     if EIGHT_BITS:
