@@ -8,7 +8,15 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
+from router.apis.chat_builder import ChatBuilder, ChatPart, required, text_part, unsupported_part
+from router.apis.messages_blocks import (
+    READ_BLOCKS,
+    REFERENCE,
+    ContentBlock,
+    block_parts,
+    content_parts,
+    given_parts,
+)
 from router.requests.chat_fields import EFFORTS
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
@@ -26,28 +34,6 @@ NAMES = {
     "tool_choice.function": "tool_choice",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-
-
-class ImageSource(msgspec.Struct, frozen=True):
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
-class ContentBlock(msgspec.Struct, frozen=True):
-    """One block of a message's content."""
-
-    type: str
-    text: str | None = None
-    source: ImageSource | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    tool_name: str | None = None  # of a tool_reference
-    content: Any = None  # in a tool_result: text or blocks
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -139,8 +125,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     ),
     "output_format": (),
 }
-_REFERENCE = "tool_reference"
-_KNOWN_BLOCKS = "text, image, tool_use, tool_result and thinking"
+_KNOWN_BLOCKS = "text, image, document, search_result, tool_use, tool_result and thinking"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}
 _THINKS = ("enabled", "adaptive")
@@ -155,7 +140,6 @@ class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
-_blocks = list[ContentBlock]
 
 
 def read_messages(raw: bytes | bytearray) -> MessagesTask:
@@ -186,7 +170,7 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
         raise InvalidRequest(f"the messages have {parts} blocks; the limit is {MAX_PARTS}", param="messages")
     chat = ChatBuilder()
     if request.system:
-        chat.add_message("system", _content(request.system, "system"))
+        chat.add_message("system", content_parts(request.system, "system"))
     for index, message in enumerate(request.messages):
         _add_message(chat, message, f"messages[{index}]")
     if chat.ends_with_assistant:
@@ -229,8 +213,8 @@ def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
     parts: list[ChatPart] = []
     for index, block in enumerate(message.content):
         place = f"{where}.content[{index}]"
-        if block.type in ("text", "image"):
-            parts.append(_part(block, place))
+        if block.type in READ_BLOCKS:
+            parts += block_parts(block, place)
             continue
         if parts:
             chat.add_message(message.role, parts)
@@ -247,43 +231,13 @@ def _add_block(chat: ChatBuilder, block: ContentBlock, where: str) -> None:
             chat.add_call(required(block.id, f"{where}.id"), name, block.input or {})
         case "tool_result":
             identity = required(block.tool_use_id, f"{where}.tool_use_id")
-            chat.add_result(identity, _result(block.content, f"{where}.content"))
+            chat.add_result(identity, given_parts(block.content, f"{where}.content"))
         case "thinking":
             chat.add_reasoning(block.thinking or "")
         case "redacted_thinking":
             pass  # nothing that the model could read
         case _:
             raise unsupported_part(block.type, where, _KNOWN_BLOCKS)
-
-
-def _result(content: Any, where: str) -> list[ChatPart]:
-    if content is None:
-        return []
-    try:
-        given = msgspec.convert(content, str | _blocks)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{where} must be a text or a list of blocks: {error}", param=where) from error
-    return _content(given, where)
-
-
-def _content(content: str | list[ContentBlock], where: str) -> list[ChatPart]:
-    if isinstance(content, str):
-        return [text_part(content)]
-    return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
-
-
-def _part(block: ContentBlock, where: str) -> ChatPart:
-    if block.type == "text" and block.text is not None:
-        return text_part(block.text)
-    if block.type == _REFERENCE and block.tool_name is not None:
-        return text_part(f"Loaded the tool {block.tool_name}.\n")
-    source = block.source
-    if block.type == "image" and source is not None:
-        if source.type == "url" and source.url is not None:
-            return image_part(source.url, f"{where}.source")
-        if source.type == "base64" and source.data is not None:
-            return image_part(f"data:{source.media_type};base64,{source.data}", f"{where}.source")
-    raise unsupported_part(block.type, where, "text with `text`, and image with a base64 or url `source`")
 
 
 def _response_format(given: OutputFormat) -> dict[str, Any]:
@@ -307,7 +261,7 @@ def _loaded_tools(request: CountRequest) -> tuple[list[dict[str, Any]], dict[str
         for result in message.content
         if isinstance(result.content, list)
         for block in result.content
-        if block["type"] == _REFERENCE
+        if block["type"] == REFERENCE
     }
     tools, places = list[dict[str, Any]](), dict[str, str]()
     for index, tool in enumerate(request.tools or ()):
