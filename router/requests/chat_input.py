@@ -1,12 +1,14 @@
-"""The input from which a chat's prompt is rendered, as it travels to the text workers."""
+"""The input from which a chat's prompt is rendered, as it travels to the text workers, or the tokens of the prompt."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
 
-from router.requests.openai_schema import Message
+from common.errors import InvalidRequest
+from router.requests.openai_schema import ChatRequest, Message, packed_ids
 
 
 class ChatInput(msgspec.Struct, frozen=True, array_like=True):
@@ -15,3 +17,26 @@ class ChatInput(msgspec.Struct, frozen=True, array_like=True):
     messages: list[Message]
     tools: list[dict[str, Any]] = []
     variables: dict[str, Any] = {}
+
+
+def with_packed_input(request: ChatRequest) -> ChatRequest:
+    """Return the request with its `input_ids` packed, because a garbage collection would visit the items of a list.
+
+    Raises InvalidRequest if they are no integers.
+    """
+    given = request.input_ids
+    if not given:
+        return request
+    if any(type(each) is not int for each in given):
+        raise InvalidRequest("input_ids must be a list of token ids", param="input_ids")
+    return msgspec.structs.replace(request, input_ids=[packed_ids(given)])
+
+
+def input_tokens(request: ChatRequest) -> array[int] | None:
+    """Return the tokens of a prompt that the client has made itself; None if messages are rendered."""
+    if request.input_ids is None:
+        return None
+    tokens = array("i")
+    for packed in request.input_ids:
+        tokens.frombytes(packed)
+    return tokens

@@ -66,7 +66,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "extra_key": (),
     "image": ({},),
     "images_config": ({},),
-    "input_ids": (),
     "kv_transfer_params": ({},),
     "lora_id": (),
     "max_dynamic_patch": (),

@@ -171,6 +171,8 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
     echo: bool | None = None  # as in vLLM: what the assistant has said last precedes the answer
     return_prompt_text: bool | None = None  # as in vLLM
+    # SGLang: the prompt's tokens, instead of the template's; see `with_packed_input`
+    input_ids: list[Any] | None = None
     documents: Any = None
     modalities: Any = None
     audio: Any = None
@@ -288,14 +290,14 @@ def with_packed_ids(request: Completion) -> Completion:
     prompt: str | list[Any] = request.prompt
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
         _check_ids(prompt, len(prompt))
-        return msgspec.structs.replace(request, prompt=[_packed(prompt)])
+        return msgspec.structs.replace(request, prompt=[packed_ids(prompt)])
     if isinstance(prompt, str) or all(isinstance(item, str | bytes) for item in prompt):
         return request
     given = prompts(request, len(prompt))
     for item in given:
         if isinstance(item, list):
             _check_ids(item, len(item))
-    packed = [item if isinstance(item, str) else _packed(item) for item in given]
+    packed = [item if isinstance(item, str) else packed_ids(item) for item in given]
     return msgspec.structs.replace(request, prompt=packed)
 
 
@@ -338,7 +340,8 @@ def check_stops(request: SharedFields) -> list[str]:
     return stops
 
 
-def _packed(ids: TokenIds) -> bytes:
+def packed_ids(ids: TokenIds) -> bytes:
+    """Return token ids as int32; -1 replaces those out of range."""
     try:
         return array("i", ids).tobytes()
     except OverflowError:

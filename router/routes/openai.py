@@ -144,7 +144,7 @@ class OpenAiRoutes:
         rendered = await self._prompts.render(body, chat, model, client, length)
         memory.release()
         prompt = rendered.tokens
-        check_prompt(prompt, model, "messages")
+        check_prompt(prompt, model, "messages" if body.input_ids is None else "input_ids")
         answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
         rules = await token_rules(body, model, self._texts)

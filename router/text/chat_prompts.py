@@ -10,7 +10,7 @@ from router.dispatch.generation import PromptImage
 from router.http.client import Client, cache_salt
 from router.images.loader import Image, ImageLoader
 from router.images.placeholders import place_images
-from router.requests.chat_input import ChatInput
+from router.requests.chat_input import ChatInput, input_tokens
 from router.requests.chat_rules import ChatRules, check_chat
 from router.requests.checks import ServedModel, check_request
 from router.requests.openai_schema import ChatRequest, image_parts, without_addresses
@@ -51,11 +51,18 @@ class ChatPrompts:
             raise InvalidRequest(
                 f"{TRUNCATE} cannot be combined with images: it might cut one in half", param=TRUNCATE
             )
-        images = await self._images.load(body.messages)
-        messages = without_addresses(body.messages) if images else body.messages
-        given = ChatInput(list(messages), rules.calls.tools, rules.variables)
-        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
-        tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), length, end)
+        own, images = input_tokens(body), tuple[Image, ...]()
+        if own is None:
+            images = await self._images.load(body.messages)
+            messages = without_addresses(body.messages) if images else body.messages
+            given = ChatInput(list(messages), rules.calls.tools, rules.variables)
+            end = prompt_end(body.add_generation_prompt, body.continue_final_message)
+            tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), length, end)
+        else:
+            if next(image_parts(body.messages), None) is not None:
+                raise InvalidRequest("input_ids cannot be combined with images", param="input_ids")
+            length.check(len(own), "input_ids")
+            tokens = array("i", length.cut(own))
         if model.vision is None:
             return ChatPrompt(tokens, images, ())
         salt = cache_salt(client.tenant, body.cache_salt)

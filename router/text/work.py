@@ -17,7 +17,7 @@ from router.apis.tasks import READERS
 from router.grammar.constraint import Constraint
 from router.grammar.grammar_work import GrammarWork
 from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
-from router.requests.chat_input import ChatInput
+from router.requests.chat_input import ChatInput, with_packed_input
 from router.requests.chat_rules import check_chat_fields, tool_choice
 from router.requests.checks import check_name, check_tokens_in_vocabulary
 from router.requests.field_rules import refuse_fields, undeclared
@@ -80,7 +80,7 @@ _texts = msgspec.msgpack.Decoder(list[str])
 
 def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
     """Parse a chat body. Return it and its unknown field names. Raises InvalidRequest."""
-    return decode_json(raw, _chat), undeclared(raw, _CHAT_FIELDS)
+    return with_packed_input(decode_json(raw, _chat)), undeclared(raw, _CHAT_FIELDS)
 
 
 def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:

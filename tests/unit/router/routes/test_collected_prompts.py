@@ -32,6 +32,10 @@ def long_lists() -> int:
         ("/v1/completions", {"prompt": [[5], [300 + at % 99 for at in range(LONG)]]}),
         ("/v1/completions", {"prompt": WORD * LONG}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORD * LONG}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "input_ids": [300 + at % 99 for at in range(LONG)]},
+        ),
     ],
 )
 async def test_a_running_request_has_no_list_of_its_prompt(
