@@ -57,9 +57,9 @@ def tensor_scale(name: str, into: Tensor) -> Piece:
 
 
 def _by_either_name(piece: Piece) -> Piece:
-    stem, _, suffix = piece.name.rpartition(".")
-
     def other(missing: Piece) -> Iterator[Piece]:
+        # The piece may have been renamed since.
+        stem, _, suffix = missing.name.rpartition(".")
         yield missing._replace(name=f"{stem}.{OTHER_NAME[suffix]}", instead=None)
 
     return piece._replace(instead=other)

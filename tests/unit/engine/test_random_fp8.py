@@ -169,6 +169,23 @@ def _whole_experts(family: str, name: str, ignored: list[str]) -> bool:
     return matching(ignored, _first_expert(name))
 
 
+def nested(
+    config: Section, section: Section, tensors: dict[str, torch.Tensor]
+) -> tuple[Section, Section, dict[str, torch.Tensor]]:
+    """Return the same as part of a model that also takes images, under the names that its checkpoint has."""
+    inner = "model.language_model.layers"
+    text = json.dumps(section).replace("model.layers", inner)
+    text = text.replace("model[.]layers", inner.replace(".", "[.]"))
+    [name] = config["architectures"]
+    outer = {
+        "architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")],
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "text_config": config,
+    }
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    return outer, json.loads(text), renamed
+
+
 FORMS = {"fp8": fine_grained, "compressed-tensors": compressed, "modelopt": modelopt}
 
 
@@ -195,8 +212,10 @@ def test_logits_are_those_of_dequantised_weights(
     tensors = quantise_model(model, load_file(file), choice, seed)
     if any(section.get(key) for key in ("kv_cache_scheme", "kv_cache_quant_algo")):
         tensors |= {f"{LAYER}.self_attn.{name}": torch.tensor([0.5]) for name in ("k_scale", "v_scale")}
-    save_file(tensors, file)
     config = json.loads((directory / "config.json").read_text())
+    if family.startswith("qwen3.5") and data.draw(st.booleans(), label="nested"):
+        config, section, tensors = nested(config, section, tensors)
+    save_file(tensors, file)
     beside = directory / "hf_quant_config.json"
     beside.unlink(missing_ok=True)
     if form == "modelopt" and data.draw(st.booleans(), label="a file of its own"):
