@@ -8,6 +8,7 @@ Prints microseconds per call, from graphs of many calls that all ranks replay at
     fused    the one-shot kernel over peer memory, with the norm
     apart    the one-shot kernel, then the norm
     nccl     NCCL, then the norm
+    rows     a candidate for prompts: a kernel over peer memory with flags, with the norm (`peer_rows.py`)
     codes    the one-shot kernel with the norm, whose results it quantises to FP8
     codes_2  the one-shot kernel, then the norm that quantises to FP8
     added    fused less norm: the time that a sum adds to a step
@@ -36,10 +37,11 @@ from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
 from common.engine.ops.rms_norm import add_rms_norm
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 from tests.bench.bench_ranks import start_ranks
+from tests.bench.peer_rows import RowMemories, peer_rows_norm
 from tests.bench.timing import wake
 
 HIDDEN = 8192
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # 16 KiB each
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)  # 16 KiB each
 CALLS, REPLAYS = 50, 15
 SECONDS = 60.0
 END_SECONDS = 300.0
@@ -69,7 +71,7 @@ def measure(call: Call, rows: int, host: CollectiveGroup) -> float:
     return 1000 * statistics.median(times[2:]) / CALLS
 
 
-def calls(peers: CollectiveGroup, large: CollectiveGroup) -> dict[str, Call]:
+def calls(peers: CollectiveGroup, large: CollectiveGroup, memory: RowMemories) -> dict[str, Call]:
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
 
     def norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +88,7 @@ def calls(peers: CollectiveGroup, large: CollectiveGroup) -> dict[str, Call]:
         "fused": lambda x, residual: peers.all_reduce_norm(x, residual, weight, 1e-5),
         "apart": lambda x, residual: norm(peers.all_reduce(x), residual),
         "nccl": lambda x, residual: norm(large.all_reduce(x), residual),
+        "rows": lambda x, residual: peer_rows_norm(x, residual, weight, 1e-5, memory),
         "codes": codes,
         "codes_2": codes_apart,
     }
@@ -98,14 +101,16 @@ def run_rank(endpoint: GroupEndpoint) -> list[dict[str, float]]:
     torch.cuda.set_device(device)
     host = SharedMemoryGroup(endpoint, SECONDS)
     peers = PeerMemoryGroup.connect(host, CudaRuntime(), device, SECONDS)
+    memory = RowMemories.connect(host, CudaRuntime(), max(ROWS), HIDDEN, torch.bfloat16)
     large = ProcessGroupCollectives(host, nccl(SECONDS, device))
     found = []
     wake()
     for rows in ROWS:
         row: dict[str, float] = {"bytes": rows * HIDDEN * 2}
-        for name, call in calls(peers, large).items():
+        for name, call in calls(peers, large, memory).items():
             row[name] = round(measure(call, rows, host), 2)
             peers.check()
+            assert not memory.host.any(), f"rank {memory.host.item() - 1} did not send its rows"
         row["added"] = round(row["fused"] - row["norm"], 2)
         found.append(row)
     host.all_reduce(torch.zeros(1))
