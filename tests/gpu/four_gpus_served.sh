@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with four GPUs joined by NVLink: two prefill and two decode ranks through HTTP, in FP8. PARTS: of qwen35
 # (the shape of Qwen3.5-35B-A3B with its MTP module), plain and eagle3 (the 70B shape). RATES, LOAD_SECONDS and SEEDS say how
-# much is measured. Results go to $OUT. It expects the checkpoints that `write_checkpoints` of four_gpus.sh writes.
+# much is measured. Results go to $OUT. It expects the checkpoints that `write_checkpoints` of ranks.sh writes.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 models="${MODELS:-/dev/shm}"

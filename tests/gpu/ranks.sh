@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# On a machine with four GPUs joined by NVLink: the way of a plan to ranks on an idle host, nodes of two ranks, sums over ranks,
-# transfers between ranks, then the 70B shape over two and four ranks without HTTP. Results go to $OUT. PARTS: of ring,
-# checks, sums, transfers, steps, rounds. Beside the checks it writes checkpoints for four_gpus_served.sh to MODELS (/dev/shm:
-# 211 GB; WRITE says which). LIMIT: seconds after which no part begins. Parts that need NIXL run where it is installed.
+# On a machine with two or four GPUs joined by NVLink: the way of a plan to ranks on an idle host, nodes of two ranks, sums over
+# ranks, transfers between ranks, then the 70B shape over two and four ranks without HTTP. Results go to $OUT. PARTS: of ring,
+# checks, sums, transfers, steps, rounds; with two GPUs all but checks and transfers. Beside the checks it writes checkpoints for
+# four_gpus_served.sh to MODELS (/dev/shm: 211 GB; WRITE says which). LIMIT: seconds after which no part begins. Parts that need
+# NIXL run where it is installed.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 limit="${LIMIT:-560}"
+count="$(nvidia-smi -L | wc -l)"
 
 part() { # GPUS NAME SECONDS MODULE ARGUMENTS...: runs a program on these GPUs; writes NAME.json and NAME.log
     local gpus="$1" name="$2" most="$3" left=$((limit - SECONDS))
@@ -67,12 +69,12 @@ checks() {
     echo "$SECONDS s: the checks and the command beside them have ended"
 }
 ring() {
-    timeout 30 python3 -m tests.bench.plan_ring --ranks 4 2>&1 | tee "$out/plan-ring.log"
+    timeout 30 python3 -m tests.bench.plan_ring --ranks "$count" 2>&1 | tee "$out/plan-ring.log"
 }
 sums() {
     part 0,1 all-reduce-2 60 tests.bench.all_reduce --ranks 2
-    part 0,1,2,3 all-reduce-4 60 tests.bench.all_reduce --ranks 4
-    tail -n 14 "$out"/all-reduce-[24].log
+    test "$count" -lt 4 || part 0,1,2,3 all-reduce-4 60 tests.bench.all_reduce --ranks 4
+    tail -n 14 "$out"/all-reduce-?.log
 }
 transfers() {
     part 0,1 transfer-ranks 120 tests.bench.transfer --transports cuda_ipc --tokens 8192 --ranks 2x2 2x1 1x2 &
@@ -83,23 +85,30 @@ transfers() {
     tail -n 30 "$out"/transfer-ranks*.log
 }
 steps() {
-    step 0,1,2,3 bf16-tp4 4 none "1 4 16 64" "128 512 1024 2048 8192"
-    step 0,1 fp8-tp2 2 fp8 "1 4 16 64" "128 512 1024 2048 8192" &
-    step 2,3 bf16-tp2 2 none "1 4 16 64" "128 512 1024 2048 8192" &
+    local prompts="128 512 1024 2048 8192"
+    test "$count" -lt 4 || step 0,1,2,3 bf16-tp4 4 none "1 4 16 64" "$prompts"
+    step 0,1 fp8-tp2 2 fp8 "1 4 16 64" "$prompts" &
+    test "$count" -ge 4 || wait
+    step "$last_two" bf16-tp2 2 none "1 4 16 64" "$prompts"
     wait
     tail -n 30 "$out"/engine-70b-*.log
 }
 rounds() {
-    round 0,1,2,3 bf16-tp4 4 none "1 4 16 64"
+    test "$count" -lt 4 || round 0,1,2,3 bf16-tp4 4 none "1 4 16 64"
     round 0,1 fp8-tp2 2 fp8 "1 4 16 64" &
-    round 2,3 bf16-tp2 2 none "1 4 16 64" &
+    test "$count" -ge 4 || wait
+    round "$last_two" bf16-tp2 2 none "1 4 16 64"
     wait
     tail -n 12 "$out"/rounds-70b-*.log
 }
 
 date
 nvidia-smi topo -m || true
-for each in ${PARTS:-ring checks sums transfers steps rounds}; do
+parts="ring sums steps rounds" last_two=0,1
+if test "$count" -ge 4; then
+    parts="ring checks sums transfers steps rounds" last_two=2,3
+fi
+for each in ${PARTS:-$parts}; do
     "$each"
 done
 date
