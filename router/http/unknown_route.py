@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from aiohttp import web
 
 MAX_PATH = 200  # characters of the path in an error text
@@ -30,7 +32,11 @@ OTHER_APIS = {
     "conversations": "conversations; keep them at the client",
     "load_lora_adapter": "LoRA adapters",
     "unload_lora_adapter": "LoRA adapters",
+    "api": "API of Ollama; set the client up for OpenAI's API with a base URL that ends with /v1",
 }
+
+# Routes of OpenAI that a client's settings may have by mistake where the base URL is asked for.
+WHOLE_ROUTES = ("/chat/completions", "/completions", "/responses")
 
 # Beginning of a path, without /v1 -> what OpenAI, or vLLM at `render`, does there. The first that fits counts.
 BELOW = {
@@ -46,15 +52,24 @@ def not_found(request: web.Request) -> str:
     asked = f"there is no route {request.method} {_shown(request.path)}"
     path = request.path.rstrip("/")
     without = path.removeprefix(PREFIX)
+    meant = next((each for each in _corrected(path) if _is_served(request.app, each)), None)
+    if meant is not None:
+        hint = f"{asked}; did you mean {_shown(meant)}?"
+        return hint if path.endswith(meant) else f"{hint} The base URL of OpenAI's clients ends with {PREFIX}"
     if (other := _of_other_servers(without)) is not None:
         return f"{_shown(path)} is not served: tandem generates text and has no {other}"
-    meant = next((each for each in (PREFIX + path, path, without) if _is_served(request.app, each)), None)
-    if meant is None:
-        return asked
-    hint = f"{asked}; did you mean {_shown(meant)}?"
-    if meant == PREFIX + path:
-        hint += f" The base URL of OpenAI's clients ends with {PREFIX}"
-    return hint
+    return f"{asked}; /docs shows all routes"
+
+
+def _corrected(path: str) -> Iterator[str]:
+    """Yield the paths that a client with a wrong base URL may have meant."""
+    without = path.removeprefix(PREFIX)
+    yield from (PREFIX + path, path, without)
+    if (at := path.rfind(f"{PREFIX}/")) > 0:
+        yield path[at:]
+    for route in WHOLE_ROUTES:
+        if without.startswith(route):
+            yield PREFIX + without.removeprefix(route)
 
 
 def not_allowed(request: web.Request, allowed: str) -> str:

@@ -167,11 +167,16 @@ def _present(kind: type[msgspec.Struct], names: tuple[str, ...]) -> RareFields:
     return RareFields(*(name for name in names if name in kind.__struct_fields__))
 
 
+# OpenAI's names for what newer fields do.
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
+
+
 def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> None:
     """Raise InvalidRequest for an unsupported field, unless its value is null or in `neutral`."""
     if value is None or any(_same(value, each) for each in neutral):
         return
     remedy = f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
+    remedy = f"send {_SUCCESSORS[field]}" if field in _SUCCESSORS else remedy
     raise InvalidRequest(f"{field} is not supported by this version of tandem; {remedy}", param=field)
 
 

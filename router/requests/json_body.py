@@ -128,6 +128,7 @@ def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
     missing = re.search(r"required field `(\w+)`", text)
     if missing:
         field = f"{field}.{missing[1]}" if field else missing[1]
+        return InvalidRequest(f"{field} is missing", param=field)
     return InvalidRequest(
         f"{field}: {text}" if field else f"the body is not valid: {text}", param=field or None
     )

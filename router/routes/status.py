@@ -9,14 +9,14 @@ from typing import Any
 
 from aiohttp import web
 
-from common.errors import InvalidRequest, ModelNotFound
+from common.errors import InvalidRequest
 from router.answers.openai_responses import CHAT_ID, COMPLETION_ID
 from router.apis.messages_answer import MESSAGE_ID
 from router.apis.responses_answer import RESPONSE_ID
 from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import error_body, json_response
-from router.requests.checks import ServedModel
+from router.requests.checks import ServedModel, check_name
 
 VERSION = "0.1.0"
 DEFAULT_LISTED, MAX_LISTED = 40, 200  # timelines in one answer of /requests: by default, and at most
@@ -110,8 +110,7 @@ class StatusRoutes:
 
     async def model(self, request: web.Request) -> web.Response:
         model = self._model()
-        if request.match_info["id"] != model.name:
-            raise ModelNotFound(f"the model {request.match_info['id']!r} is not served here", param="model")
+        check_name(request.match_info["id"], (model.name,))
         return json_response(_card(model, request))
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -325,6 +325,22 @@ async def test_refused_bytes(rig: Rig) -> None:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": "x"}, "messages is missing"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "functions": [{}]},
+            "functions is not supported by this version of tandem; send tools",
+        ),
+    ],
+)
+async def test_refusals_say_what_to_do(rig: Rig, body: dict[str, Any], message: str) -> None:
+    status, answer, _ = await rig.post(CHAT, body)
+    assert (status, answer["error"]["message"]) == (400, message)
+
+
 async def test_an_empty_body_is_called_empty(rig: Rig) -> None:
     for path in (*BOTH, "/generate", "/v1/responses", "/v1/messages"):
         status, answer, _ = await rig.post(path, b"")

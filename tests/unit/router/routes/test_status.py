@@ -72,6 +72,7 @@ async def test_models(rig: Rig) -> None:
             assert response.status == 404
             error = (await response.json())["error"]
             assert (error["param"], error["code"]) == ("model", "model_not_found")
+            assert error["message"].endswith("is not served here; use 'tiny-target'")
 
 
 async def test_facts(rig: Rig) -> None:
@@ -168,9 +169,31 @@ async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
             "/v1/conversations is not served: tandem generates text and has no conversations; keep them at "
             "the client",
         ),
-        ("POST", "/v1/unknown", "there is no route POST /v1/unknown"),
-        ("GET", "/start", "there is no route GET /start"),
-        ("GET", "/" + "x" * 500, f"there is no route GET /{'x' * 199}..."),
+        (
+            "POST",
+            "/v1/chat/completions/chat/completions",
+            "there is no route POST /v1/chat/completions/chat/completions; did you mean /v1/chat/completions? "
+            "The base URL of OpenAI's clients ends with /v1",
+        ),
+        (
+            "GET",
+            "/openai/v1/models",
+            "there is no route GET /openai/v1/models; did you mean /v1/models?",
+        ),
+        (
+            "POST",
+            "/v1/messages/v1/messages",
+            "there is no route POST /v1/messages/v1/messages; did you mean /v1/messages?",
+        ),
+        (
+            "POST",
+            "/api/chat",
+            "/api/chat is not served: tandem generates text and has no API of Ollama; set the client up for "
+            "OpenAI's API with a base URL that ends with /v1",
+        ),
+        ("POST", "/v1/unknown", "there is no route POST /v1/unknown; /docs shows all routes"),
+        ("GET", "/v1", "there is no route GET /v1; /docs shows all routes"),
+        ("GET", "/" + "x" * 500, f"there is no route GET /{'x' * 199}...; /docs shows all routes"),
     ],
 )
 async def test_an_unknown_route_is_named(rig: Rig, method: str, path: str, message: str) -> None:
