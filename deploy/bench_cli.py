@@ -135,7 +135,12 @@ def run(
     max_lag_ms: Annotated[
         float, typer.Option(help="largest p99 of this program's own delays; above, the exit code is 3")
     ] = 5.0,
-    vocabulary: Annotated[int, typer.Option("--vocab", min=8, help="token ids are drawn below this")] = 700,
+    vocabulary: Annotated[
+        int,
+        typer.Option(
+            "--vocab", min=8, help="token ids are drawn below this; every tiny model has the default"
+        ),
+    ] = 600,
     salt: Annotated[
         int | None, typer.Option(min=0, help="prompts are the same for the same salt; default: new ones")
     ] = None,

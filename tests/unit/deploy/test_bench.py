@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import json
 from pathlib import Path
@@ -20,6 +21,7 @@ from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, clo
 from deploy.load_generator.runs import CUT_OFF, EarlyStop, Run, Server, closed_loop, open_loop
 from deploy.load_generator.stream import RequestTimes, stream_completion
 from deploy.load_generator.summary import Limits, percent, summarise
+from tests.cluster.harness import ROOT
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
 
 ANSWER: list[Event] = [token("a"), token("b"), token("c"), *finish(5), DONE]
@@ -276,3 +278,10 @@ def test_a_share_of_good_requests_is_rounded_down() -> None:
 )
 def test_percents_are_rounded_down(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def test_the_default_vocabulary_fits_every_tiny_model() -> None:
+    """Ids outside a vocabulary are refused, so that every request of a first try would fail."""
+    configs = [json.loads(file.read_text()) for file in (ROOT / "deploy/tiny_models").glob("*/config.json")]
+    sizes = [(config.get("text_config") or config)["vocab_size"] for config in configs]
+    assert inspect.signature(bench_cli.run).parameters["vocabulary"].default <= min(sizes)
