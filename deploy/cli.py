@@ -173,7 +173,7 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
         info = server_info(resolved)
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
-        say("not running")
+        say(f"not running; deploy/up {target} starts it")
         raise typer.Exit(EXIT_NOT_RUNNING)
     routers = router_states(resolved, table.processes)
     raise typer.Exit(show_status(table, disk_problem(run_dir), server_info(resolved), routers, _output()))

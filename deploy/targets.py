@@ -47,6 +47,8 @@ class ModelTarget:
 
 def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:
     """Return the cluster file or the model that `text` names. Raises ConfigError, with `remedy`, if it is neither."""
+    if "://" in text:
+        raise ConfigError("", f"a URL names no cluster; use {remedy}; only deploy/top takes a URL")
     path = Path(text).expanduser()
     if path.is_dir():
         return _of_directory(text, path)

@@ -84,10 +84,16 @@ def test_messages_are_not_markup(directory: Path) -> None:
 
 
 def test_a_cluster_that_does_not_run_is_reported(directory: Path) -> None:
-    result = run("status", str(directory / "c.yaml"))
-    assert (result.exit_code, flat(result).strip()) == (3, "not running")
-    result = run("down", str(directory / "c.yaml"))
+    cluster = str(directory / "c.yaml")
+    result = run("status", cluster)
+    assert (result.exit_code, flat(result).strip()) == (3, f"not running; deploy/up {cluster} starts it")
+    result = run("down", cluster)
     assert (result.exit_code, flat(result).strip()) == (0, "not running")
+
+
+def test_a_url_names_no_cluster(directory: Path) -> None:
+    result = run("status", "http://127.0.0.1:8000")
+    assert (result.exit_code, "only deploy/top takes a URL" in flat(result)) == (2, True)
 
 
 def test_config_shows_every_value_whole_with_its_origin(directory: Path) -> None:

@@ -127,7 +127,9 @@ def test_what_up_wrote_is_found_by_the_other_commands(place: Path) -> None:
     shown = RUNNER.invoke(cli.app, ["config", str(place / "mine")])
     assert shown.exit_code == 0
     assert str(place / "mine") in shown.stdout
-    assert RUNNER.invoke(cli.app, ["status", "mine"]).stderr.strip() == "not running"
+    assert (
+        RUNNER.invoke(cli.app, ["status", "mine"]).stderr.strip() == "not running; deploy/up mine starts it"
+    )
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "config"])
