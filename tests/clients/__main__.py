@@ -1,7 +1,7 @@
 """`python -m tests.clients [NAME ...]`: run real clients against a local cluster and print what works.
 
 Clients are installed below --keep, each in an environment of its own, and are found there again. NAME is a part of a
-client's name. Needs the registries of Python and Node.js packages.
+client's name. Needs the registries of Python and Node.js packages; Node.js itself comes from the former.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.clients import target
 from tests.clients.catalog import CLIENTS
-from tests.clients.run import Result, run, save, table
+from tests.clients.run import Result, current_commit, run, save, table
 
 
 def main() -> int:
@@ -32,6 +32,7 @@ def main() -> int:
     if not chosen:
         parser.error(f"no client is named {options.names}; --list prints the names")
     results: list[Result] = []
+    commit = current_commit()
     with tempfile.TemporaryDirectory(prefix="tandem-clients-") as directory:
         cluster = target.start(Path(directory))
         with cluster:
@@ -41,7 +42,7 @@ def main() -> int:
                 results += found
     print(table(results))
     if options.json is not None:
-        save(results, options.json)
+        save(results, options.json, commit)
     return 0 if all(each.passed for each in results) else 1
 
 

@@ -43,6 +43,12 @@ CLIENTS = (
     Client("dspy", Python(("dspy",)), "python/dspy_client.py"),
     Client("smolagents", Python(("smolagents[openai]",)), "python/smolagents_client.py", seconds=1500),
     Client("openai-agents", Python(("openai-agents",)), "python/openai_agents_client.py"),
+    Client("haystack", Python(("haystack-ai",)), "python/haystack_client.py"),
+    Client("crewai", Python(("crewai",)), "python/crewai_client.py"),
+    Client("inspect", Python(("inspect-ai", "openai")), "python/inspect_client.py"),
+    Client("llm", Python(("llm",)), "programs/llm.py"),
+    Client("codex", Node(("@openai/codex",)), "programs/codex.py"),
+    Client("opencode", Node(("opencode-ai", "zod")), "programs/opencode.py"),
     Client("anthropic (Python)", Python(("anthropic",)), "python/anthropic_client.py"),
     Client("anthropic (JavaScript)", Node(("@anthropic-ai/sdk",)), "javascript/anthropic.mjs"),
     Client(

