@@ -13,7 +13,7 @@ from common.observability.start_progress import progressed
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
-RUNS = 3  # rounds over all sizes, after one that is not counted
+RUNS = 2  # rounds over all sizes, after one that is not counted: one of them may be disturbed
 MIN_TOKENS = 16
 CONTEXT_SHARE = 8  # one part in this many, the last, is new in the sequence that measures context
 MAX_SEQUENCE = 16_384  # tokens of that sequence
