@@ -38,7 +38,7 @@ def cluster_config(name: str, speculation: Config, sections: Config) -> Config:
 
 
 @dataclass
-class BoardField:
+class NodeTotals:
     """What nodes counted: those that were killed up to their last reports."""
 
     counters: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SHOWN, 0)))
@@ -63,7 +63,7 @@ class BoardField:
         }
 
 
-async def kill_in_turn(cluster: RunningCluster, client: Client, told: BoardField) -> None:
+async def kill_in_turn(cluster: RunningCluster, client: Client, totals: NodeTotals) -> None:
     """Kill one node after the other while it has requests, and start it again, until cancelled."""
     for victim in itertools.cycle(("decode-0", "prefill-0", "decode-1", "prefill-1")):
         deadline = time.monotonic() + PATIENCE
@@ -71,10 +71,10 @@ async def kill_in_turn(cluster: RunningCluster, client: Client, told: BoardField
             assert time.monotonic() < deadline, f"{victim} got no request"
             await asyncio.sleep(0.002)
         cluster.kill(victim)
-        told.kills[node["role"]] += 1
-        told.hit += node["assigned"]
+        totals.kills[node["role"]] += 1
+        totals.hit += node["assigned"]
         if node["role"] == "decode":
-            told.add(node)
+            totals.add(node)
         try:
             await client.gone(victim)
         finally:
@@ -91,12 +91,12 @@ async def serve(
     config: Config, nodes: int, kill: bool, asked: Sequence[PostedT], limit: float
 ) -> tuple[list[tuple[PostedT, Answered]], Config]:
     """Start a cluster, ask everything, and return the answers and what the nodes counted."""
-    told = BoardField()
+    totals = NodeTotals()
     with tempfile.TemporaryDirectory() as directory:
         async with RunningCluster(Path(directory), nodes, nodes, config=config) as cluster:
             async with Client(cluster.url) as client:
                 began = time.monotonic()
-                killing = asyncio.create_task(kill_in_turn(cluster, client, told)) if kill else None
+                killing = asyncio.create_task(kill_in_turn(cluster, client, totals)) if kill else None
                 answers = await ask_all(client, asked, limit)
                 ended = time.monotonic()
                 if killing is not None:
@@ -109,6 +109,6 @@ async def serve(
                 info = await client.info()
     for node in info["nodes"]:
         if node["role"] == "decode":
-            told.add(node)
+            totals.add(node)
     seconds = round(ended - began, 1)  # for the reader: it decides nothing
-    return answers, {"seconds": seconds, **told.shown()}
+    return answers, {"seconds": seconds, **totals.shown()}

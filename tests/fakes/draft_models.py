@@ -33,7 +33,7 @@ from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
-from tests.fakes.drafters import Bench, BoardField, speculative
+from tests.fakes.drafters import Bench, LatestBatch, speculative
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, drawn, reference, tiny_model
@@ -213,7 +213,7 @@ class Watched:
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
         self._relay, self._parts = bench.parts.relay, bench.parts
-        self.told = BoardField()
+        self.batch = LatestBatch()
         self.state = inner.state
         self.nodes, self.lookahead_slots = inner.nodes, inner.lookahead_slots
         self.hidden_mode = inner.hidden_mode
@@ -221,7 +221,7 @@ class Watched:
 
     def propose(self, call: RoundCall) -> None:
         self._inner.propose(call)
-        for index, request in enumerate(self.told.requests):
+        for index, request in enumerate(self.batch.requests):
             told = int(self._relay.seq_len[request.row]) + 1 - len(request.prompt)
             answer = self.answer(request)
             self.watch(index, [*request.prompt, *answer[:told]], answer[told:])
@@ -232,7 +232,7 @@ class Watched:
 
     def draft_kv(self, index: int, count: int) -> torch.Tensor:
         """Return the KV of the first positions of request `index` of the batch, [planes, count, heads, D]."""
-        request = self.told.requests[index]
+        request = self.batch.requests[index]
         assert request.lease is not None
         pool, pages = self._parts.draft_pool, torch.tensor(request.lease.pages)
         planes = [

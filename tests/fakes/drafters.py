@@ -65,7 +65,7 @@ def speculative(
 ) -> MakeStep:
     """Compose a step as build.py does, with captured graphs for `buckets` requests.
 
-    A drafter's `told` gets the batch.
+    A drafter's `batch` gets the requests of each step.
     """
 
     def make(parts: Parts) -> DecodeSteps:
@@ -82,8 +82,8 @@ def speculative(
             phase.forward.graphs.capture()
             assert not [row.error for row in phase.forward.graphs.rows if row.error]
         drafts = drafter.nodes - 1
-        told: TextDrafts = getattr(drafter, "told", None) or texts()
-        return speculative_steps({drafts: step}, FixedWidth(drafts), told, seconds)
+        batch: TextDrafts = getattr(drafter, "batch", None) or texts()
+        return speculative_steps({drafts: step}, FixedWidth(drafts), batch, seconds)
 
     return make
 
@@ -126,7 +126,7 @@ def chaining(
     return make
 
 
-class BoardField:
+class LatestBatch:
     """Proposes nothing from texts but remembers the batch, for test drafters that inspect requests."""
 
     needs_results = False
@@ -174,10 +174,10 @@ class Foresight:
         self._hit = hit
         self._branch = branch
         self._random = random.Random(7)
-        self.told = BoardField()
+        self.batch = LatestBatch()
 
     def propose(self, call: RoundCall) -> None:
-        for index, request in enumerate(self.told.requests):
+        for index, request in enumerate(self.batch.requests):
             length = int(self._relay.seq_len[call.placed[index, 0]])  # a test may synchronize with the device
             tokens, parents = self._grow(request, length)
             grown = tree(torch.tensor([[0, *tokens]]), torch.tensor([parents]), self._depth)

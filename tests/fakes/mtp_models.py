@@ -164,7 +164,7 @@ class ObservedModules(Watched):
         self._random = random.Random(3)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
-        request = self.told.requests[index]
+        request = self.batch.requests[index]
         drafts = self._relay.draft.draft_topk_ids[request.row]
         assert not self._relay.draft.hidden[0].any(), "padding has stored hidden states"
         if rest:  # past the end there are no pages and no draft that could be emitted

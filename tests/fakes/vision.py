@@ -256,7 +256,7 @@ class ObservedVision(Observed):
         return greedy(self._prompts.of(request), request.sampling.max_tokens, self._config)
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
-        request = self.told.requests[index]
+        request = self.batch.requests[index]
         told = text[len(request.prompt) :]
         if rest:
             drafts = self.state.tree.tokens[index, 1:].tolist()[: len(rest)]

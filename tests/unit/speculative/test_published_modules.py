@@ -62,7 +62,7 @@ class Compared(Watched):
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         steps = self.nodes - 1
-        drafts = self._relay.draft.draft_topk_ids[self.told.requests[index].row]
+        drafts = self._relay.draft.draft_topk_ids[self.batch.requests[index].row]
         if not rest:
             return
         expected = self._saved.drafts(text, steps)
