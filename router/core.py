@@ -123,7 +123,7 @@ def assemble_core(
         observation.events,
     )
     throughput = ClusterThroughput(log, clock, registry, lambda: metrics.placement.waiting)
-    told, block_tokens = placer.history.told, dispatching.placement.block_tokens
+    reported, block_tokens = placer.history.reported, dispatching.placement.block_tokens
     gaps = metrics.placement.event_gaps.inc
-    events = EventReader(registry, nodes.registration, told, block_tokens, clock, log, gaps)
+    events = EventReader(registry, nodes.registration, reported, block_tokens, clock, log, gaps)
     return Core(control, registry, dispatcher, placer, metrics, throughput, events, orders)

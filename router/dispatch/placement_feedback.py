@@ -21,7 +21,7 @@ class PlacementFeedback:
         self._health = health
         self._metrics = metrics
         metrics.known_blocks.set_function(lambda: history.blocks)
-        metrics.followed_nodes.set_function(lambda: len(history.told.following))
+        metrics.followed_nodes.set_function(lambda: len(history.reported.following))
 
     def opened(self, attempt: Attempt, flight: InFlight) -> None:
         """Note that the attempt begins: both nodes count it."""

@@ -51,7 +51,7 @@ class EventFeed:
         self._held: list[tuple[int, Batch]] = []
         self._held_size = 0
         self._events: deque[Event] = deque()
-        self.backlog = 0  # blocks that no sink has been told
+        self.backlog = 0  # blocks that no sink has been given
         self._gaps = 0
 
     @property
@@ -118,26 +118,26 @@ class EventFeed:
         gaps, self._gaps = self._gaps, 0
         return gaps
 
-    def tell(self, sink: EventSink, most: int) -> int:
-        """Tell `sink` about up to `most` blocks, in order; return how many there were."""
-        told = 0
-        while self._events and told < most:
+    def deliver(self, sink: EventSink, most: int) -> int:
+        """Deliver up to `most` blocks to `sink`, in order; return how many there were."""
+        delivered = 0
+        while self._events and delivered < most:
             event = self._events.popleft()
             if isinstance(event, AllBlocksCleared):
                 sink.cleared()
-                told += 1
+                delivered += 1
                 continue
-            blocks = [hash_of(each) for each in event.block_hashes[: most - told]]
+            blocks = [hash_of(each) for each in event.block_hashes[: most - delivered]]
             if isinstance(event, BlockStored):
                 sink.stored(event.medium, blocks)
             else:
                 sink.removed(event.medium, blocks)
-            told += len(blocks)
+            delivered += len(blocks)
             self.backlog -= len(blocks)
             if len(blocks) < len(event.block_hashes):
                 rest = event.block_hashes[len(blocks) :]
                 self._events.appendleft(msgspec.structs.replace(event, block_hashes=rest))
-        return told
+        return delivered
 
     def _hold(self, number: int, batch: Batch) -> None:
         self._held.append((number, batch))
@@ -157,7 +157,7 @@ class EventFeed:
                 self.backlog += len(event.block_hashes)
 
     def _forget(self) -> None:
-        """Empty the sink, before which nothing has to be told any more."""
+        """Empty the sink, before which nothing has to be delivered any more."""
         self._events.clear()
         self._events.append(AllBlocksCleared())
         self.backlog = 0

@@ -24,15 +24,15 @@ from common.observability.logs import Log
 from router.nodes.event_feed import EventFeed
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
-from router.nodes.told_blocks import ToldBlocks
+from router.nodes.reported_blocks import ReportedBlocks
 
 TURN_SECONDS = 0.05
 LOOK_SECONDS = 0.25  # between two looks at which nodes there are
 MESSAGES_PER_TURN = 20  # of one socket
 READ_SECONDS = 0.01  # after which a turn reads no further message of a socket
 REST = 4  # seconds in which a node is not read, per second that reading it has taken
-BLOCKS_PER_TURN = 2000  # of all nodes, that placement is told
-MAX_BACKLOG = 50_000  # blocks of one node that wait to be told
+BLOCKS_PER_TURN = 2000  # of all nodes, that placement takes in
+MAX_BACKLOG = 50_000  # blocks of one node that wait to be delivered
 MAX_BATCH_BYTES = 8 << 20
 QUEUED_MESSAGES = 100  # of one socket
 
@@ -43,17 +43,17 @@ Socket = zmq.Socket[bytes]
 class _Sink:
     """The part of placement's knowledge that is about one node."""
 
-    told: ToldBlocks
+    reported: ReportedBlocks
     node: Node
 
     def stored(self, medium: str | None, blocks: Sequence[int]) -> None:
-        self.told.stored(self.node, medium, blocks)
+        self.reported.stored(self.node, medium, blocks)
 
     def removed(self, medium: str | None, blocks: Sequence[int]) -> None:
-        self.told.removed(self.node, medium, blocks)
+        self.reported.removed(self.node, medium, blocks)
 
     def cleared(self) -> None:
-        self.told.cleared(self.node)
+        self.reported.cleared(self.node)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class EventReader:
         self,
         registry: NodeRegistry,
         rules: RegistrationRules,
-        told: ToldBlocks,
+        reported: ReportedBlocks,
         block_tokens: int,
         clock: Callable[[], float],
         log: Log,
@@ -83,7 +83,7 @@ class EventReader:
     ) -> None:
         self._registry = registry
         self._rules = rules
-        self._told = told
+        self._reported = reported
         self._block_tokens = block_tokens
         self._clock = clock
         self._count_gaps = count_gaps
@@ -97,7 +97,7 @@ class EventReader:
 
     def start(self) -> None:
         """Begin to read, on the running event loop, if a policy asks for it."""
-        if self._told.roles:
+        if self._reported.roles:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class EventReader:
             more |= self._read(each, ready)
             if (start := feed.question()) is not None:
                 self._ask(each, start)
-            left -= feed.tell(each.sink, left)
+            left -= feed.deliver(each.sink, left)
             more |= feed.backlog > 0
             self._note(each)
         self._refused.flush()
@@ -136,14 +136,14 @@ class EventReader:
 
     def _look(self) -> None:
         """Connect to nodes that are new, and close the sockets to those that are gone."""
-        present = {node.incarnation: node for node in self._registry if node.role in self._told.roles}
+        present = {node.incarnation: node for node in self._registry if node.role in self._reported.roles}
         for incarnation in self._nodes.keys() - present.keys():
             followed = self._nodes.pop(incarnation)
             if followed is not None:
                 self._poller.unregister(followed.events)
                 followed.events.close()
                 self._close_replay(followed)
-                self._told.lost(followed.sink.node)  # it may have been heard after it was lost
+                self._reported.lost(followed.sink.node)  # it may have been heard after it was lost
         for incarnation, node in present.items():
             if incarnation not in self._nodes:
                 self._nodes[incarnation] = self._followed(node)
@@ -160,7 +160,7 @@ class EventReader:
         events.subscribe(b"")
         self._poller.register(events, zmq.POLLIN)
         feed = EventFeed(self._block_tokens, self._clock)
-        return _Followed(_Sink(self._told, node), feed, events, addresses[1])
+        return _Followed(_Sink(self._reported, node), feed, events, addresses[1])
 
     def _connected(self, kind: int, address: str) -> Socket:
         if self._context is None:
@@ -244,8 +244,8 @@ class EventReader:
             return None
 
     def _note(self, node: _Followed) -> None:
-        """Note whether placement can rely on what it was told."""
-        incarnation, following = node.sink.node.incarnation, self._told.following
+        """Note whether placement can rely on the reported blocks."""
+        incarnation, following = node.sink.node.incarnation, self._reported.following
         if node.feed.following and not node.feed.backlog:
             following.add(incarnation)
         elif not node.feed.following:

@@ -15,8 +15,8 @@ from router.nodes.placement import EventPolicy, PlacementPolicy, PrefixPolicy
 from router.nodes.placement_rules import PlacementRules
 from router.nodes.prefix_index import PLACED, NodeBits, PrefixIndex, PrefixMatches
 from router.nodes.registry import Node
+from router.nodes.reported_blocks import ReportedBlocks
 from router.nodes.session_nodes import SessionNodes
-from router.nodes.told_blocks import ToldBlocks
 
 NO_MATCHES = PrefixMatches(NodeBits())
 # Seconds for which a node that says what it holds may hold a prompt that was placed there without having said so.
@@ -47,7 +47,7 @@ class PlacementHistory:
         self._indexes = {
             role: PrefixIndex(rules.index_bytes // len(readers), rules.prefix_ttl, clock) for role in readers
         }
-        self.told = ToldBlocks(
+        self.reported = ReportedBlocks(
             {role: self._indexes[role] for role in readers if isinstance(policies[role], EventPolicy)},
             rules.block_tokens,
         )
@@ -88,7 +88,7 @@ class PlacementHistory:
         for node in (prefill, decode):
             if self._caches(node):
                 held[node.role] = self.cached_tokens(self.matches(node.role, prompt), node, prompt)
-                self.told.used(node, prompt.blocks.hashes)
+                self.reported.used(node, prompt.blocks.hashes)
                 self._add(node, prompt.blocks)
         return ExpectedCache(held["prefill"], held["decode"])
 
@@ -104,7 +104,7 @@ class PlacementHistory:
     def lost(self, node: Node) -> None:
         """Forget a node."""
         self.transfers.forget(node.incarnation)
-        self.told.lost(node)
+        self.reported.lost(node)
         for index in self._indexes.values():
             index.forget(node.incarnation)
 
@@ -123,6 +123,6 @@ class PlacementHistory:
         pool = node.register.total_pages * node.register.page_size
         # What the pool has is in host memory, too.
         kept = max(pool, node.load.host_total_tokens)
-        ttl = UNCONFIRMED_SECONDS if node.incarnation in self.told.following else None
+        ttl = UNCONFIRMED_SECONDS if node.incarnation in self.reported.following else None
         most = kept // self.rules.block_tokens
         self._indexes[node.role].add(node.incarnation, blocks.hashes, most, ttl=ttl)

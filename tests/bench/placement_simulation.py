@@ -188,9 +188,9 @@ class Simulation:
         self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
         dispatcher = Dispatcher(cluster.registry, placer, self._send_all, limits, self.metrics, log, health)
         cluster.dispatchers.append(dispatcher)
-        if history.told.roles:
-            cluster.told.append(history.told)
-            history.told.following.update(node.incarnation for node in cluster.registry)
+        if history.reported.roles:
+            cluster.reported.append(history.reported)
+            history.reported.following.update(node.incarnation for node in cluster.registry)
         for owner, name in ((placer, "choose"), (placer, "prompt"), (history, "placed")):
             setattr(owner, name, self.placing.around(getattr(owner, name)))
         return history
@@ -211,7 +211,7 @@ class Simulation:
         tokens = [block for block in blocks for _ in range(BLOCK)]
         tokens += [0] * max(request.input_length // SCALE - len(tokens), 1)
         self._prompts[name] = blocks
-        if self.cluster.told:
+        if self.cluster.reported:
             chain = chain_start().extended(token_bytes(tokens), BLOCK)
             self.cluster.hashes.update(zip(blocks, chain.hashes))
         sampling = SamplingParams(max_tokens=max(request.output_length, 2), temperature=0.0)

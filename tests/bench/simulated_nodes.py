@@ -33,7 +33,7 @@ from common.observability.histogram import TOKEN_SECONDS, Histogram
 from router.dispatch.dispatcher import Dispatcher
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import NodeRegistry
-from router.nodes.told_blocks import ToldBlocks
+from router.nodes.reported_blocks import ReportedBlocks
 
 SCALE = 16
 BLOCK = 32  # tokens of a page: 512 of the full lengths
@@ -131,7 +131,8 @@ class Cluster:
     blocks: Callable[[str], Sequence[int]]  # request id -> whole blocks of its prompt
     dispatchers: list[Dispatcher] = field(default_factory=list)  # one per router process
     decodes: dict[str, DecodeSimulation] = field(default_factory=dict)  # incarnation -> node
-    told: list[ToldBlocks] = field(default_factory=list)  # of the routers whose policies read KV events
+    # of the routers whose policies read KV events
+    reported: list[ReportedBlocks] = field(default_factory=list)
     hashes: dict[int, int] = field(default_factory=dict)  # block -> hash that the router knows it by
     tallies: dict[Role, Tally] = field(default_factory=lambda: {"prefill": Tally(), "decode": Tally()})
 
@@ -176,14 +177,14 @@ class _Simulation(ABC):
         """Take a message of the router."""
 
     def _publish(self, added: Sequence[int], gone: Sequence[int]) -> None:
-        if self.cluster.told:
-            self.cluster.loop.call_later(EVENT_SECONDS, self._tell, added, gone)
+        if self.cluster.reported:
+            self.cluster.loop.call_later(EVENT_SECONDS, self._report_blocks, added, gone)
 
-    def _tell(self, added: Sequence[int], gone: Sequence[int]) -> None:
+    def _report_blocks(self, added: Sequence[int], gone: Sequence[int]) -> None:
         hashes = self.cluster.hashes
-        for told in self.cluster.told:
-            told.stored(self.node, GPU, [hashes[block] for block in added])
-            told.removed(self.node, GPU, [hashes[block] for block in gone])
+        for reported in self.cluster.reported:
+            reported.stored(self.node, GPU, [hashes[block] for block in added])
+            reported.removed(self.node, GPU, [hashes[block] for block in gone])
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ BLOCKS = chain_start().extended(token_bytes(PROMPT), SIZE).hashes
 
 def fleet_of(nodes: int = 4) -> Fleet:
     fleet = Fleet("cache_events", nodes)
-    fleet.placer.history.told.following.update(node.incarnation for node in fleet.registry)
+    fleet.placer.history.reported.following.update(node.incarnation for node in fleet.registry)
     return fleet
 
 
@@ -31,12 +31,12 @@ def expected(fleet: Fleet, node: Node, tokens: Sequence[int] = PROMPT) -> int:
 def test_a_prompt_goes_where_a_node_says_that_it_is() -> None:
     fleet = fleet_of()
     holder = fleet.node("p002")
-    fleet.placer.history.told.stored(holder, GPU, BLOCKS)
+    fleet.placer.history.reported.stored(holder, GPU, BLOCKS)
     assert expected(fleet, holder) == len(PROMPT)
     assert fleet.place(PROMPT)[0] is holder
-    fleet.placer.history.told.removed(holder, GPU, BLOCKS[8:])
+    fleet.placer.history.reported.removed(holder, GPU, BLOCKS[8:])
     other = fleet.node("p003")
-    fleet.placer.history.told.stored(other, GPU, BLOCKS[:9])
+    fleet.placer.history.reported.stored(other, GPU, BLOCKS[:9])
     assert expected(fleet, holder) == 8 * SIZE
     assert fleet.place(PROMPT)[0] is other
 
@@ -44,14 +44,14 @@ def test_a_prompt_goes_where_a_node_says_that_it_is() -> None:
 def test_salted_prompts_are_known_by_their_own_hashes() -> None:
     fleet = fleet_of()
     holder, salted = fleet.node("p001"), fleet.prompt(PROMPT, salt=b"tenant")
-    fleet.placer.history.told.stored(holder, GPU, salted.blocks.hashes)
+    fleet.placer.history.reported.stored(holder, GPU, salted.blocks.hashes)
     assert expected(fleet, holder) == 0
     assert fleet.place(PROMPT, salt=b"tenant")[0] is holder
 
 
 def test_host_memory_counts_until_the_block_is_gone_from_both() -> None:
     fleet = fleet_of()
-    told, holder = fleet.placer.history.told, fleet.node("p002")
+    told, holder = fleet.placer.history.reported, fleet.node("p002")
     told.stored(holder, GPU, BLOCKS)
     told.stored(holder, CPU, BLOCKS[:4])
     told.removed(holder, GPU, BLOCKS)
@@ -65,7 +65,7 @@ def test_host_memory_counts_until_the_block_is_gone_from_both() -> None:
 def test_no_more_blocks_are_kept_of_a_node_than_it_has_room_for() -> None:
     """Whatever it says. A node that names no medium means its device; host memory may be larger than that."""
     fleet = fleet_of()
-    told, holder = fleet.placer.history.told, fleet.node("p002")
+    told, holder = fleet.placer.history.reported, fleet.node("p002")
     holder.register = replace(holder.register, total_pages=8 * SIZE // holder.register.page_size)
     told.stored(holder, None, BLOCKS)
     assert expected(fleet, holder) == 9 * SIZE
@@ -91,7 +91,7 @@ def test_what_was_placed_counts_until_the_node_could_have_said_so() -> None:
 def test_a_node_of_which_nothing_is_heard_is_estimated_as_by_cache_aware() -> None:
     fleet = fleet_of()
     prefill, _ = fleet.place(PROMPT)
-    fleet.placer.history.told.following.clear()
+    fleet.placer.history.reported.following.clear()
     fleet.place(PROMPT)
     fleet.clock.now += UNCONFIRMED_SECONDS + 1
     assert expected(fleet, prefill) == len(PROMPT)
@@ -100,28 +100,28 @@ def test_a_node_of_which_nothing_is_heard_is_estimated_as_by_cache_aware() -> No
 def test_a_stored_block_is_no_longer_a_guess() -> None:
     fleet = fleet_of()
     prefill, _ = fleet.place(PROMPT)
-    fleet.placer.history.told.stored(prefill, GPU, BLOCKS)
-    fleet.placer.history.told.removed(prefill, GPU, BLOCKS)
+    fleet.placer.history.reported.stored(prefill, GPU, BLOCKS)
+    fleet.placer.history.reported.removed(prefill, GPU, BLOCKS)
     assert expected(fleet, prefill) == 0
 
 
 def test_a_node_that_clears_leaves_or_is_lost_is_forgotten() -> None:
     fleet = fleet_of()
     history, holder = fleet.placer.history, fleet.node("p000")
-    history.told.stored(holder, GPU, BLOCKS)
-    history.told.stored(holder, CPU, BLOCKS)
-    history.told.cleared(holder)
+    history.reported.stored(holder, GPU, BLOCKS)
+    history.reported.stored(holder, CPU, BLOCKS)
+    history.reported.cleared(holder)
     assert history.blocks == 0
-    history.told.stored(holder, GPU, BLOCKS)
+    history.reported.stored(holder, GPU, BLOCKS)
     history.lost(holder)
     assert history.blocks == 0
-    assert holder.incarnation not in history.told.following
+    assert holder.incarnation not in history.reported.following
 
 
 def test_a_flush_forgets_guesses_only() -> None:
     fleet = fleet_of()
     history, holder = fleet.placer.history, fleet.node("p000")
-    history.told.stored(holder, GPU, BLOCKS)
+    history.reported.stored(holder, GPU, BLOCKS)
     fleet.place([number + 5000 for number in PROMPT])
     history.flushed()
     assert history.blocks == len(BLOCKS), "the node itself says what a flush has left"
@@ -131,7 +131,7 @@ def test_of_too_many_blocks_those_of_unused_prompts_are_forgotten() -> None:
     fleet = fleet_of(2)
     holder = fleet.node("p000")
     holder.register = replace(holder.register, total_pages=64, page_size=SIZE)
-    told = fleet.placer.history.told
+    told = fleet.placer.history.reported
     told.stored(holder, GPU, BLOCKS)
     for start in (10_000, 20_000, 30_000, 40_000):
         told.used(holder, BLOCKS)

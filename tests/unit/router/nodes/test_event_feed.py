@@ -55,7 +55,7 @@ class Following:
 
     @property
     def known(self) -> set[int]:
-        while self.feed.tell(self._sink, 2):
+        while self.feed.deliver(self._sink, 2):
             pass
         assert self.feed.backlog == 0
         return self._sink.blocks

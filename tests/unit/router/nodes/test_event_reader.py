@@ -49,9 +49,9 @@ class Rig:
         self.announce(self.node, self.plan.address, self.plan.replay_address)
         expected = ExpectedNode("prefill", "", 1, None, events=(self.plan.address, self.plan.replay_address))
         rules = RegistrationRules({"p000": expected, "p001": expected}, 16, 1 << 20, 1000)
-        self.told = self.fleet.placer.history.told
+        self.reported = self.fleet.placer.history.reported
         self.reader = EventReader(
-            self.fleet.registry, rules, self.told, PAGE, self._now, Log("router"), self.gaps.append
+            self.fleet.registry, rules, self.reported, PAGE, self._now, Log("router"), self.gaps.append
         )
         self.publisher = KvEventPublisher(self.plan, Log("prefill-0"))
         self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
@@ -82,7 +82,7 @@ class Rig:
 
     @property
     def follows(self) -> bool:
-        return self.node.incarnation in self.told.following
+        return self.node.incarnation in self.reported.following
 
     def close(self) -> None:
         self.reader.close()
@@ -112,7 +112,7 @@ def test_what_a_node_held_before_and_what_it_says_later_is_known(rig: Rig) -> No
     assert rig.cached(later) == PAGE
     rig.cache.evict(1)
     rig.turns_until("no second eviction", lambda: rig.cached(later) == 0)
-    assert rig.told.following == {rig.node.incarnation}, "the other one publishes nothing"
+    assert rig.reported.following == {rig.node.incarnation}, "the other one publishes nothing"
 
 
 def test_a_gap_is_filled(rig: Rig) -> None:
@@ -225,10 +225,10 @@ async def test_it_reads_on_the_event_loop(rig: Rig) -> None:
 
 async def test_without_a_policy_that_asks_nothing_is_read() -> None:
     fleet = Fleet("cache_aware", 1)
-    told = fleet.placer.history.told
+    reported = fleet.placer.history.reported
     rules = RegistrationRules({}, 16, 1 << 20, 1000)
-    reader = EventReader(fleet.registry, rules, told, PAGE, time.monotonic, Log("router"), print)
+    reader = EventReader(fleet.registry, rules, reported, PAGE, time.monotonic, Log("router"), print)
     reader.start()
-    assert told.roles == frozenset()
+    assert reported.roles == frozenset()
     assert len(asyncio.all_tasks()) == 1
     reader.close()

@@ -13,7 +13,7 @@ from router.nodes.registry import Node
 MEDIA = (GPU, CPU)  # blocks elsewhere are ignored: a node would have to fetch them
 
 
-class ToldBlocks:
+class ReportedBlocks:
     """The blocks that nodes say they hold. Used on the event loop only."""
 
     def __init__(self, indexes: Mapping[Role, PrefixIndex], block_tokens: int) -> None:
