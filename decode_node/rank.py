@@ -86,11 +86,11 @@ def build(member: Member, log: Log) -> BuiltRank:
     incarnation = rank_incarnation(start.incarnation, rank)
     peers = PeerConnections(end.context, start.name, incarnation, receiver, poller, end.security)
     transfers = ReceiverRank(receiver, forwards.layout, peers, member.commands, member.events)
-    tell = partial(member.board.write, rank)
-    host = RankFetches(host_fetches(share, time.monotonic), tell)
+    show = partial(member.board.write, rank)
+    host = RankFetches(host_fetches(share, time.monotonic), show)
     worker = device_worker(loaded.computation(forwards), time.monotonic, host)
     return BuiltRank(
-        DecodeRankWork(worker, host, tell, member.group.check),
+        DecodeRankWork(worker, host, show, member.group.check),
         ReceivingService(transfers, peers, poller, end, share),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )

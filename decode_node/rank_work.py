@@ -21,19 +21,19 @@ class DecodeRankWork:
         self,
         worker: Worker,
         host: RankFetches,
-        tell: Callable[[BoardField, int], None],
+        show: Callable[[BoardField, int], None],
         check: Callable[[], None],
     ) -> None:
         """Apply plans with `worker`.
 
         Args:
             host: what `worker` applies copies with.
-            tell: shows rank 0 how many saves have ended, in the order of the plans.
+            show: shows rank 0 how many saves have ended, in the order of the plans.
             check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._worker = worker
         self._host = host
-        self._tell = tell
+        self._show = show
         self._launched = LaunchedPlans(check)
         self._undrawn: tuple[int, Launched] | None = None  # (generation, masked step)
         self._saves = OrderedCopies()
@@ -64,5 +64,5 @@ class DecodeRankWork:
         busy = self._launched.look()
         if self._saves:
             self._saves.end_until(self._worker.unsaved())
-            self._tell(BoardField.SAVED, self._saves.ended)
+            self._show(BoardField.SAVED, self._saves.ended)
         return self._host.turn() or busy or bool(self._saves)

@@ -56,10 +56,10 @@ class OwnFetches:
 class RankFetches:
     """The copies of a rank other than rank 0, which it shows on the board as they end."""
 
-    def __init__(self, own: HostFetches, tell: Callable[[BoardField, int], None]) -> None:
+    def __init__(self, own: HostFetches, show: Callable[[BoardField, int], None]) -> None:
         self._copies = OwnFetches(own)
-        self._tell = tell
-        self._comparisons = ShownComparisons(tell)
+        self._show = show
+        self._comparisons = ShownComparisons(show)
 
     def apply(self, moves: Moves) -> None:
         self._copies.apply(moves)
@@ -72,7 +72,7 @@ class RankFetches:
         self._copies.count_stores()
         for _, damage in self._copies.ended():
             self._comparisons.add(any(damage))
-        self._tell(BoardField.STORED, self._copies.stored)
+        self._show(BoardField.STORED, self._copies.stored)
         return self._copies.busy
 
 

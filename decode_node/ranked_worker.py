@@ -21,18 +21,18 @@ class RankedWorker:
     def __init__(
         self,
         first: Worker,
-        tell: Callable[[bytes], None],
+        send_plan: Callable[[bytes], None],
         saved: Callable[[], int],
         check: Callable[[], None],
     ) -> None:
-        """Execute plans with `first`, the worker of rank 0, and send them to the others with `tell`.
+        """Execute plans with `first`, the worker of rank 0, and send them to the others with `send_plan`.
 
         Args:
             saved: returns how many saves have ended on all other ranks, counted in the order of the plans.
             check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._first = first
-        self._tell = tell
+        self._send_plan = send_plan
         self._saved = saved
         self._check = check
         self._saves = OrderedCopies()  # ended on all other ranks
@@ -40,7 +40,7 @@ class RankedWorker:
 
     def apply(self, plan: StepPlan) -> Launched:
         """Start everything that the plan contains on all ranks; on the others first, which have to hear of it."""
-        self._tell(self._encoder.encode(plan))
+        self._send_plan(self._encoder.encode(plan))
         self._saves.add(save.key for save in plan.moves.saves)
         return CheckedLaunch(self._first.apply(plan), self._check)
 
@@ -52,5 +52,5 @@ class RankedWorker:
         return self._first.trees()
 
     def draw(self, masks: Masks) -> None:
-        self._tell(self._encoder.encode(masks))
+        self._send_plan(self._encoder.encode(masks))
         self._first.draw(masks)

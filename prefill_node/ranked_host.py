@@ -88,13 +88,13 @@ class OtherVerdicts:
 class RankHost:
     """The stores and loads of a rank other than rank 0, which it shows on the board as they end."""
 
-    def __init__(self, own: HostMemory, tell: Callable[[BoardField, int], None]) -> None:
+    def __init__(self, own: HostMemory, show: Callable[[BoardField, int], None]) -> None:
         self._own = own
-        self._tell = tell
+        self._show = show
         self._stores = OrderedCopies()
         # (generation, launched plan with loads that has not been compared)
         self._loads: deque[tuple[int, Launched]] = deque()
-        self._comparisons = ShownComparisons(tell)
+        self._comparisons = ShownComparisons(show)
 
     def add(self, plan: PromptPlan, launched: Launched) -> None:
         self._stores.add(each.key for each in plan.stores)
@@ -114,7 +114,7 @@ class RankHost:
     def _show_stores(self) -> None:
         if self._stores:
             self._stores.end_until(self._own.unfinished())
-            self._tell(BoardField.SAVED, self._stores.ended)
+            self._show(BoardField.SAVED, self._stores.ended)
 
 
 def loads_of(plan: PromptPlan) -> Sequence[HostCopy]:

@@ -22,25 +22,25 @@ class RankedWorker:
     def __init__(
         self,
         first: Worker,
-        tell: Callable[[bytes], None],
+        send_plan: Callable[[bytes], None],
         verdicts: OtherVerdicts,
         check: Callable[[], None],
     ) -> None:
-        """Carry out plans with `first`, the worker of rank 0, and send them to the others with `tell`.
+        """Carry out plans with `first`, the worker of rank 0, and send them to the others with `send_plan`.
 
         Args:
             verdicts: what the others say about their loads.
             check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._first = first
-        self._tell = tell
+        self._send_plan = send_plan
         self._verdicts = verdicts
         self._check = check
         self._loaded = 0  # plans with loads
         self._encoder = msgspec.msgpack.Encoder()
 
     def apply(self, plan: PromptPlan) -> Launched:
-        self._tell(self._encoder.encode(plan))
+        self._send_plan(self._encoder.encode(plan))
         launched = self._first.apply(plan)
         if loads := loads_of(plan):
             launched = ComparedByAll(launched, loads, self._verdicts, self._loaded)

@@ -26,7 +26,7 @@ class Disconnects(Protocol):
 
 
 class DisconnectSignal:
-    """Notified by another thread, which calls `tell`."""
+    """Notified by another thread, which calls `notify`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -36,7 +36,7 @@ class DisconnectSignal:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         # A full buffer already carries the notification; after `close` nobody listens.
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")

@@ -203,4 +203,4 @@ class HandshakeGuard:
                 else:
                     self.handshakes.closed(event["value"])
                     if self._signal is not None:
-                        self._signal.tell()
+                        self._signal.notify()

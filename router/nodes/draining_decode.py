@@ -17,7 +17,7 @@ class DrainingDecode:
     def __init__(self, registry: NodeRegistry, send: Send) -> None:
         self._registry = registry
         self._send = send
-        self._told: set[str] = set()  # incarnations
+        self._notified: set[str] = set()  # incarnations
 
     def nodes_changed(self) -> None:
         """Look at the nodes after a change of the registry."""
@@ -26,14 +26,14 @@ class DrainingDecode:
             for node in self._registry
             if node.role == "decode" and node.state == "draining"
         }
-        self._told &= draining.keys()
-        fresh = draining.keys() - self._told
+        self._notified &= draining.keys()
+        fresh = draining.keys() - self._notified
         if fresh and self._registry.eligible_by_role().of["decode"]:
-            self._told |= fresh
+            self._notified |= fresh
             for incarnation in fresh:
-                self._tell(draining[incarnation])
+                self._notify(draining[incarnation])
 
-    def _tell(self, node: Node) -> None:
+    def _notify(self, node: Node) -> None:
         for other in self._registry:
             if other.role == "prefill":
                 self._send(other.routing_id, PeerDraining(incarnation=node.incarnation))

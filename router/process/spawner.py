@@ -61,7 +61,7 @@ class Child:
     def kill(self) -> None:
         """Send SIGKILL; does nothing if the process has ended."""
         self._killed = True
-        self._spawner.tell(Kill(self._number))
+        self._spawner.send(Kill(self._number))
 
     async def wait(self) -> int:
         """Wait for the end and return the exit code; -SIGKILL if no end is reported for END_SECONDS."""
@@ -148,7 +148,7 @@ class Spawner:
         child = self._children[number] = Child(self, number)
         asked = Start(number, tuple(arguments), dict(environment or {}), answers, discard_output)
         try:
-            self.tell(asked, channel)
+            self.send(asked, channel)
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.shield(child.started)
         except TimeoutError as error:
@@ -165,7 +165,7 @@ class Spawner:
         if self._process is not None:
             await self._process.wait()
 
-    def tell(self, message: Start | Kill, channel: socket.socket | None = None) -> None:
+    def send(self, message: Start | Kill, channel: socket.socket | None = None) -> None:
         """Send a message. Raises OSError if a Start cannot be sent; drops a Kill if the spawn process has ended."""
         if self._socket is None:
             if isinstance(message, Start):

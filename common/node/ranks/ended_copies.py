@@ -48,16 +48,16 @@ class OrderedCopies:
 class ShownComparisons:
     """Shows rank 0 the outcome of one comparison after the other."""
 
-    def __init__(self, tell: Callable[[BoardField, int], None]) -> None:
-        self._tell = tell
+    def __init__(self, show: Callable[[BoardField, int], None]) -> None:
+        self._show = show
         self._compared = self._damaged = 0
 
     def add(self, damaged: bool) -> None:
         bit = 1 << self._compared % SHOWN
         self._damaged = self._damaged | bit if damaged else self._damaged & ~bit
         self._compared += 1
-        self._tell(BoardField.DAMAGED, self._damaged)
-        self._tell(BoardField.COMPARED, self._compared)
+        self._show(BoardField.DAMAGED, self._damaged)
+        self._show(BoardField.COMPARED, self._compared)
 
 
 def found_damaged(board: Board, ranks: Iterable[int], number: int) -> bool:

@@ -39,7 +39,7 @@ class RankLoop:
         service: RankService,
         wakes: Sequence[int],
         parent_ended: Callable[[], bool],
-        told: Callable[[BoardField, int], None],
+        show: Callable[[BoardField, int], None],
         spin_seconds: float = 0.0,
     ) -> None:
         """Apply the frames of `plans`.
@@ -47,7 +47,7 @@ class RankLoop:
         Args:
             wakes: further descriptors that end a wait.
             parent_ended: returns whether rank 0 has ended; the loop returns then.
-            told: tells rank 0 a number.
+            show: shows rank 0 a number.
             spin_seconds: for how long the loop looks for the next plan before it waits for a descriptor.
         """
         self._plans = plans
@@ -55,7 +55,7 @@ class RankLoop:
         self._service = service
         self._wakes = wakes
         self._parent_ended = parent_ended
-        self._told = told
+        self._show = show
         self._spin = spin_seconds
         self._turns = self._applied = 0
 
@@ -64,7 +64,7 @@ class RankLoop:
         while not self._parent_ended():
             frame = self._look() if time.monotonic() < spin_until else self._plans.take()
             self._turns += 1
-            self._told(BoardField.TURNS, self._turns)
+            self._show(BoardField.TURNS, self._turns)
             if frame == b"":
                 return
             # Commands to the service that precede a plan have to be known before it is applied.
@@ -72,7 +72,7 @@ class RankLoop:
             if frame is not None:
                 self._work.apply(frame)
                 self._applied += 1
-                self._told(BoardField.APPLIED, self._applied)
+                self._show(BoardField.APPLIED, self._applied)
                 spin_until = time.monotonic() + self._spin
             busy = self._work.turn() or busy
             if frame is None and time.monotonic() >= spin_until:

@@ -71,11 +71,11 @@ class Ranks:
         self.saved = 0
         self.failure: RankFailed | None = None  # of a collective
         self.worker = RankedWorker(self.first, self.frames.append, lambda: self.saved, self.check)
-        host = RankFetches(host_fetches(None, time.monotonic), self.tell)
-        self.work = DecodeRankWork(self.other, host, self.tell, self.check)
+        host = RankFetches(host_fetches(None, time.monotonic), self.show)
+        self.work = DecodeRankWork(self.other, host, self.show, self.check)
 
-    def tell(self, told: BoardField, saved: int) -> None:
-        assert told is BoardField.SAVED
+    def show(self, field: BoardField, saved: int) -> None:
+        assert field is BoardField.SAVED
         self.saved = saved
 
     def check(self) -> None:
