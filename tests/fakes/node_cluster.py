@@ -148,7 +148,7 @@ class NoDraftModel:
 
 WANTED = PhaseSwitch("full", poisoned=True)
 BODIES = CompiledBodies()  # for the models that all tests share
-RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted", "cache_damaged")
+RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted", "cache_damaged", "moved")
 
 
 def autoregressive(parts: Parts) -> DecodeSteps:
@@ -494,6 +494,13 @@ class NodeCluster:
         side.alive = False
         if isinstance(side, PrefillSide):
             self.fabric.kill(side.ref.incarnation)
+
+    def restart(self, side: PrefillSide | DecodeSide) -> None:
+        """Start a new incarnation of a node that was killed. The routers have yet to `lose` the earlier one."""
+        if isinstance(side, PrefillSide):
+            self.prefills.append(self._prefill())
+        else:
+            self.decodes.append(self._decode())
 
     # -- time
 
