@@ -61,7 +61,7 @@ class DecodeRankWork:
         self._launched.add(generation, launched.completion)
 
     def turn(self) -> bool:
-        busy = self._launched.look()
+        busy = self._launched.poll()
         if self._saves:
             self._saves.end_until(self._worker.unsaved())
             self._show(BoardField.SAVED, self._saves.ended)

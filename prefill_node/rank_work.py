@@ -38,5 +38,5 @@ class PromptRankWork:
         self._launched.add(plan.generation, launched.completion)
 
     def turn(self) -> bool:
-        busy = self._launched.look()
+        busy = self._launched.poll()
         return self._host.turn(self.completed) or busy

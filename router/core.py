@@ -38,7 +38,7 @@ class Core:
 
     def start(self) -> None:
         """Read the messages of nodes, on the running event loop."""
-        self.control.start(self.registry, self.dispatcher, self.orders, self.throughput.look)
+        self.control.start(self.registry, self.dispatcher, self.orders, self.throughput.log_if_due)
         self.events.start()
 
     def close(self) -> None:

@@ -183,8 +183,8 @@ class NodeLife(Generic[Work]):
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
         """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
         self._links.publish("draining" if self._ending else self._state, load, counters, held)
-        self._profiler.look(counters.steps)
-        self._throughput.look(
+        self._profiler.turn(counters.steps)
+        self._throughput.log_if_due(
             self._clock(), lambda: Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
         )
 

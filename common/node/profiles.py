@@ -51,7 +51,7 @@ class Profiler(Protocol):
         """Begin a profile, whose end `router` is told about."""
         ...
 
-    def look(self, steps: int) -> None:
+    def turn(self, steps: int) -> None:
         """Note the number of steps that the node has taken, and send the answer once there is one. Once per turn."""
         ...
 
@@ -66,7 +66,7 @@ class NoProfiler:
     def begin(self, order: Profile, router: ToRouter) -> None:
         router.send(ProfileEnded(order=order.order, problem="this node has no directory for profiles"))
 
-    def look(self, steps: int) -> None:
+    def turn(self, steps: int) -> None:
         pass
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class NodeProfiler:
         self._thread = threading.Thread(target=self._run, args=(order,), name="profile", daemon=True)
         self._thread.start()
 
-    def look(self, steps: int) -> None:
+    def turn(self, steps: int) -> None:
         self._steps = steps
         if self._ended is not None:
             ended, self._ended, self._thread = self._ended, None, None
@@ -119,7 +119,7 @@ class NodeProfiler:
         self._ending.set()
         if self._thread is not None:
             self._thread.join(END_SECONDS)
-        self.look(self._steps)
+        self.turn(self._steps)
 
     def _run(self, order: Profile) -> None:
         ended = ProfileEnded(order=order.order, problem="a defect; the node's log has the details")

@@ -68,8 +68,8 @@ class StartMeter:
         self._looked = now
         self._seconds = 0.0
 
-    def look(self, now: float) -> bool:
-        """Return whether there was progress since the last look. Called every LOOK_SECONDS."""
+    def update(self, now: float) -> bool:
+        """Return whether there was progress since the last call. Called every LOOK_SECONDS."""
         passed, self._looked = now - self._looked, now
         seen = self._progress.steps, len(sys.modules), self._filling.windows(now)
         progressed, self._seen = seen != self._seen, seen
@@ -108,7 +108,7 @@ def start_watchdog(
     def watch() -> None:
         meter = StartMeter(progress, limit, time.monotonic())
         while not stop.wait(LOOK_SECONDS):
-            if meter.look(time.monotonic()):
+            if meter.update(time.monotonic()):
                 show()
             problem = meter.problem()
             if problem is not None:

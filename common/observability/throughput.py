@@ -38,7 +38,7 @@ class ThroughputLog:
         self._since = clock()
         self._before = Totals()
 
-    def look(self, now: float, activity: Callable[[], Activity]) -> None:
+    def log_if_due(self, now: float, activity: Callable[[], Activity]) -> None:
         """Log a line if one is due. Called often; `activity` is called only then."""
         seconds = now - self._since
         if seconds < INTERVAL:

@@ -21,9 +21,9 @@ class ClusterThroughput:
         self._waiting = waiting
         self._lines = ThroughputLog(log, clock)
 
-    def look(self) -> None:
+    def log_if_due(self) -> None:
         """Log a line if one is due."""
-        self._lines.look(self._clock(), self._activity)
+        self._lines.log_if_due(self._clock(), self._activity)
 
     def _activity(self) -> Activity:
         activity = sum_of(_activity_of(node) for node in self._nodes)

@@ -91,7 +91,7 @@ class EventReader:
         self._context: zmq.Context[Socket] | None = None
         self._poller = zmq.Poller()
         self._nodes: dict[str, _Followed | None] = {}  # incarnation -> None: it publishes nothing
-        self._looked = -LOOK_SECONDS
+        self._followed_at = -LOOK_SECONDS
         self._turns = 0  # each begins with another node
         self._task: asyncio.Task[None] | None = None
 
@@ -110,9 +110,9 @@ class EventReader:
     def turn(self) -> bool:
         """Read a bounded number of messages and tell placement; return whether there is more."""
         now = self._clock()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            self._look()
+        if now - self._followed_at >= LOOK_SECONDS:
+            self._followed_at = now
+            self._follow_registry()
         ready = {socket for socket, _ in self._poller.poll(0)}
         more = False
         left = BLOCKS_PER_TURN
@@ -134,7 +134,7 @@ class EventReader:
         while True:
             await asyncio.sleep(0 if self.turn() else TURN_SECONDS)
 
-    def _look(self) -> None:
+    def _follow_registry(self) -> None:
         """Connect to nodes that are new, and close the sockets to those that are gone."""
         present = {node.incarnation: node for node in self._registry if node.role in self._reported.roles}
         for incarnation in self._nodes.keys() - present.keys():

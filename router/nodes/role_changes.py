@@ -111,7 +111,7 @@ class RoleChanges:
         """Return once the node has answered that it changes its role."""
         asked = self._clock()
         while self._answer is None:
-            await self._look(serving, other)
+            await self._wait(serving, other)
             if self._clock() > asked + serving.announced + ANSWER_SECONDS:
                 raise NoAnswer(
                     f"{serving.name} has not answered the order to change its role; it may still follow it"
@@ -123,14 +123,14 @@ class RoleChanges:
         """Return once heartbeats of both halves say that the other one serves."""
         until = self._clock() + seconds + GRACE_SECONDS
         while (serving.state, other.state) != ("standby", "up"):
-            await self._look(serving, other)
+            await self._wait(serving, other)
             if self._clock() > until:
                 raise NoAnswer(
                     f"{serving.name} still had requests after {seconds:g} s and goes on as a {serving.role} node; try "
                     "again later, or with a longer timeout"
                 )
 
-    async def _look(self, serving: Node, other: Node) -> None:
+    async def _wait(self, serving: Node, other: Node) -> None:
         """Wait until it is time to look again. Raises NodeLost if a half was lost, as its process or link has ended."""
         await asyncio.sleep(LOOK_SECONDS)
         if serving.lost_by or other.lost_by:

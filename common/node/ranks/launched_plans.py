@@ -27,7 +27,7 @@ class LaunchedPlans:
             self._plans[0][1].wait()
             self._end_oldest()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Note which plans are complete by now. Return whether some are not."""
         while self._plans and self._plans[0][1].ready():
             self._end_oldest()

@@ -62,7 +62,7 @@ class RankLoop:
     def run(self) -> None:
         spin_until = 0.0
         while not self._parent_ended():
-            frame = self._look() if time.monotonic() < spin_until else self._plans.take()
+            frame = self._poll_plans() if time.monotonic() < spin_until else self._plans.take()
             self._turns += 1
             self._show(BoardField.TURNS, self._turns)
             if frame == b"":
@@ -78,7 +78,7 @@ class RankLoop:
             if frame is None and time.monotonic() >= spin_until:
                 self._wait(BUSY_MS if busy else IDLE_MS)
 
-    def _look(self) -> bytes | None:
+    def _poll_plans(self) -> bytes | None:
         """Look for a frame several times."""
         for _ in range(LOOKS):
             if (frame := self._plans.take()) is not None:

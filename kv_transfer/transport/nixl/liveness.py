@@ -110,7 +110,7 @@ class LivenessListener:
     def poll(self) -> None:
         """Process what has arrived, without waiting."""
         with self._lock:
-            self._look(self._clock())
+            self._process(self._clock())
 
     def forget(self, incarnation: str) -> None:
         with self._lock:
@@ -140,7 +140,7 @@ class LivenessListener:
             poller.poll(_LOOK_SECONDS * 1000)
             self.poll()
 
-    def _look(self, now: float) -> None:
+    def _process(self, now: float) -> None:
         """Process connections without waiting. A socket that was closed since the poll is only read once more."""
         if now >= self._accepts_from:
             self._accept(now)

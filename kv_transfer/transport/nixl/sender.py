@@ -277,7 +277,7 @@ class NixlSender(SenderEndpoint):
                 self._fault(write, str(error))
                 break
             write.parts.append(RunningTransfer(operation, nbytes))
-        self._look(write)
+        self._settle(write)
         self._go()
         return write
 
@@ -286,7 +286,7 @@ class NixlSender(SenderEndpoint):
     def poll(self, ticket: Ticket) -> WriteState:
         assert isinstance(ticket, Write)
         if ticket.state is WriteState.PENDING:
-            self._look(ticket)
+            self._settle(ticket)
             self._go()
         return ticket.state
 
@@ -299,7 +299,7 @@ class NixlSender(SenderEndpoint):
         assert isinstance(peer, Remote)
         return peer.last_error
 
-    def _look(self, write: Write) -> None:
+    def _settle(self, write: Write) -> None:
         """Settle the write once all its transfers have ended; failed ones count as ended after SETTLE_SECONDS."""
         now = self._clock()
         for part in list(write.parts):
@@ -332,7 +332,7 @@ class NixlSender(SenderEndpoint):
         """Check all writes; remove detached peers without running transfers."""
         for peer in list(self._peers):
             for write in list(peer.open):
-                self._look(write)
+                self._settle(write)
             if not peer.attached and not peer.open:
                 self._peers.remove(peer)
                 self._remove_agent(peer)

@@ -53,7 +53,7 @@ class Start:
     def after(self, seconds: float) -> str | None:
         for _ in range(round(seconds / LOOK_SECONDS)):
             self.now += LOOK_SECONDS
-            self.meter.look(self.now)
+            self.meter.update(self.now)
         return self.meter.problem()
 
 

@@ -31,9 +31,9 @@ def test_rates_since_the_last_line() -> None:
         prompt_tokens=400, cached_tokens=100, generated_tokens=50, spec_drafts=20, spec_accepted_tokens=30
     )
     work = Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
-    log.look(109.9, lambda: work)
+    log.log_if_due(109.9, lambda: work)
     assert lines.kept == []
-    log.look(110.0, lambda: work)
+    log.log_if_due(110.0, lambda: work)
     assert lines.kept == [
         {
             "event": "throughput",
@@ -46,8 +46,8 @@ def test_rates_since_the_last_line() -> None:
             "accept_length": 2.5,
         }
     ]
-    log.look(115.0, lambda: work)
-    log.look(130.0, lambda: work._replace(totals=work.totals._replace(generated=150)))
+    log.log_if_due(115.0, lambda: work)
+    log.log_if_due(130.0, lambda: work._replace(totals=work.totals._replace(generated=150)))
     assert lines.kept[1]["generated_tokens_per_s"] == 5.0
     assert "accept_length" not in lines.kept[1]
 
@@ -56,7 +56,7 @@ def test_an_idle_process_logs_nothing() -> None:
     lines = Lines()
     log = ThroughputLog(lines, lambda: 0.0)
     for now in range(10, 100, 10):
-        log.look(float(now), lambda: Activity(Totals(generated=7), 0, 0, 0.5))
+        log.log_if_due(float(now), lambda: Activity(Totals(generated=7), 0, 0, 0.5))
     assert len(lines.kept) == 1, "tokens were generated before the first look only"
 
 
@@ -64,5 +64,5 @@ def test_totals_of_a_replaced_process_begin_again() -> None:
     lines = Lines()
     log = ThroughputLog(lines, lambda: 0.0)
     for now, generated in ((10.0, 1000), (20.0, 100), (30.0, 300)):
-        log.look(now, partial(Activity, Totals(generated=generated), 1, 0, 0.0))
+        log.log_if_due(now, partial(Activity, Totals(generated=generated), 1, 0, 0.0))
     assert [line["generated_tokens_per_s"] for line in lines.kept] == [100.0, 0.0, 20.0]

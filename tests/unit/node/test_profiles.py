@@ -76,7 +76,7 @@ class Loop:
         while not self.router.sent:
             assert time.monotonic() < deadline
             self.steps += not idle
-            self.profiler.look(self.steps)
+            self.profiler.turn(self.steps)
             time.sleep(0.001)
         ended = self.router.sent.pop()
         assert isinstance(ended, ProfileEnded)

@@ -14,7 +14,7 @@ def test_the_cluster_is_the_sum_of_its_nodes() -> None:
     prefill.counters = NodeCounters(prompt_tokens=100, generated_tokens=10)
     decode.counters = NodeCounters(prompt_tokens=100, generated_tokens=90)
     lines, times = Lines(), iter((0.0, 10.0))
-    ClusterThroughput(lines, lambda: next(times), [prefill, decode], lambda: 3).look()
+    ClusterThroughput(lines, lambda: next(times), [prefill, decode], lambda: 3).log_if_due()
     (line,) = lines.kept
     assert (line["prompt_tokens_per_s"], line["generated_tokens_per_s"]) == (10.0, 10.0)
     assert (line["running"], line["queued"], line["kv_usage"]) == (6, 5, 0.75)
