@@ -15,6 +15,7 @@ from router.page.routes import PageRoutes
 from router.parts import ApiParts
 from router.routes.control import ActiveRequests, ControlRoutes
 from router.routes.generate import GenerateRoutes
+from router.routes.loads import LoadRoutes
 from router.routes.messages import MessagesRoutes
 from router.routes.openai import OpenAiRoutes
 from router.routes.responses import ResponsesRoutes
@@ -40,9 +41,9 @@ class ApiRoutes:
         """
         Args:
             generator: runs requests.
-            cluster: what the control routes act on.
+            cluster: what the control routes act on, and the load counts.
             flush: empties all prefix caches, and returns the names of the nodes that it cannot reach.
-            view: what the status routes show.
+            view: what the routes show that only read.
             peers: the other router processes of this host.
         """
         texts, tokenizer, images, served = parts.texts, parts.tokenizer, parts.images, models.served
@@ -66,6 +67,7 @@ class ApiRoutes:
             StatusRoutes(view, served, peers),
             TokenizerRoutes(texts, served, parts.tokenizer_info),
             ControlRoutes(cluster, flush, peers, log),
+            LoadRoutes(cluster, view.load, peers),
         )
 
     @property

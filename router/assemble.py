@@ -13,6 +13,7 @@ from router.core import assemble_core
 from router.exchange.host_peers import HostPeers
 from router.exchange.host_routes import HostRoutes
 from router.metrics.http_metrics import HttpMetrics
+from router.nodes.pool_load import pool_load
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
 from router.routes.admin import AdminRoutes
@@ -49,6 +50,7 @@ def assemble(
         core.metrics.render,
         dispatcher.timelines.get,
         latest,
+        lambda: pool_load(core.registry),
     )
     peers = HostPeers(http.name, http.peers, log)
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)

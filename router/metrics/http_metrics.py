@@ -20,7 +20,7 @@ NONE = "none"  # the handler of paths that no route serves
 UNCOUNTED = frozenset(
     (
         *("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"),
-        *("/metrics", "/load", "/server_info", "/get_server_info"),
+        *("/metrics", "/load", "/v1/loads", "/get_load", "/server_info", "/get_server_info"),
     )
 )
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))

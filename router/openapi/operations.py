@@ -30,7 +30,8 @@ from router.requests.tokenize_requests import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from router.routes.control import AbortRequest, ServerLoad
+from router.routes.control import AbortRequest
+from router.routes.loads import FormerLoad, Loads, ServerLoad
 from router.routes.status import MAX_LISTED
 
 EMPTY = ""  # no body
@@ -91,6 +92,8 @@ OPERATIONS = (
     Operation("post", "/abort_request", "End requests of the same key", AbortRequest, media=EMPTY),
     Operation("post", "/flush_cache", "Empty the prefix caches of all nodes", media=TEXT, query=_TIMEOUT),
     Operation("get", "/load", "Count the prompts in flight", answer=ServerLoad),
+    Operation("get", "/v1/loads", "Show the load of the cluster as SGLang does", answer=Loads),
+    Operation("get", "/get_load", "Show the load of the cluster as SGLang did", answer=list[FormerLoad]),
     Operation("get", "/server_info", "Show parameters, nodes and their load"),
     Operation("get", "/model_info", "Describe the model as SGLang does", answer=ModelInfo),
     Operation("get", "/get_model_info", "Describe the model as SGLang does", answer=ModelInfo),

@@ -1,4 +1,4 @@
-"""Handlers of SGLang's /abort_request and /flush_cache, and of vLLM's /load."""
+"""Handlers of SGLang's /abort_request and /flush_cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.dispatch.running_requests import RunningRequests
 from router.exchange.host_peers import HostPeers
 from router.exchange.orders import AbortOrder
 from router.http.client import Client, View, client_key
-from router.http.errors import clean_request_id, json_response
+from router.http.errors import clean_request_id
 from router.http.request_body import received
 from router.requests.json_body import decode_json
 from router.routes.status import without_prefix
@@ -33,12 +33,6 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
     rid: Annotated[str, Meta(max_length=256)] | None = None
     abort_all: bool = False
-
-
-class ServerLoad(msgspec.Struct, frozen=True):
-    """The answer of GET /load."""
-
-    server_load: int  # prompts in flight
 
 
 class ActiveRequests(Protocol):
@@ -76,7 +70,6 @@ class ControlRoutes:
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/flush_cache", self.flush_cache)
-        app.router.add_get("/load", self.load)
 
     async def abort(self, request: web.Request) -> web.Response:
         """End requests of the same client. 200 even if there is none with this id, which may just have ended."""
@@ -84,7 +77,7 @@ class ControlRoutes:
             asked = decode_json(memory.take(), _abort)
         client = request[client_key]
         if asked.abort_all:
-            _needs_admin(client, "abort_all")
+            needs_admin(client, "abort_all affects other clients")
             count = self._requests.running.abort_all() + await self._peers.abort(AbortOrder(None))
             self._log.info("aborted all requests", client=client.name, prompts=count)
         elif asked.rid:
@@ -99,7 +92,7 @@ class ControlRoutes:
 
     async def flush_cache(self, request: web.Request) -> web.Response:
         client = request[client_key]
-        _needs_admin(client, "/flush_cache")
+        needs_admin(client, "/flush_cache affects other clients")
         if not await self._idle_within(_timeout(request)):
             return web.Response(text=BUSY, status=400)
         own = self._flush()
@@ -109,14 +102,6 @@ class ControlRoutes:
             text = f"These nodes could not be reached, and keep their caches: {', '.join(unreached)}\n"
             return web.Response(text=text, status=503)
         return web.Response(text=FLUSHED)
-
-    async def load(self, request: web.Request) -> web.Response:
-        """Answer with the load of the cluster, or with the client's own where it may not see the cluster."""
-        client = request[client_key]
-        if client.view >= View.CLUSTER:
-            return json_response(ServerLoad(await self._active()))
-        own = self._requests.running.count(client.name)
-        return json_response(ServerLoad(own + await self._peers.active(client.name)))
 
     async def _idle_within(self, seconds: float) -> bool:
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
@@ -130,9 +115,10 @@ class ControlRoutes:
         return self._requests.active + await self._peers.active()
 
 
-def _needs_admin(client: Client, what: str) -> None:
+def needs_admin(client: Client, what: str) -> None:
+    """Raise Forbidden if the client may not see the cluster. `what`: the request and how it concerns others."""
     if client.view < View.CLUSTER:
-        raise Forbidden(f"{what} affects other clients and needs an API key with the scope admin")
+        raise Forbidden(f"{what} and needs an API key with the scope admin")
 
 
 def _timeout(request: web.Request) -> float:

@@ -16,6 +16,7 @@ from router.apis.responses_answer import RESPONSE_ID
 from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import error_body, json_response
+from router.nodes.pool_load import PoolLoad
 from router.requests.checks import ServedModel, check_name
 
 VERSION = "0.1.0"
@@ -35,6 +36,7 @@ class ClusterView:
     timeline: Callable[[str], dict[str, Any] | None]
     # The last requests, newest first: how many at most, and of which client (None: of all).
     timelines: Callable[[int, str | None], list[dict[str, Any]]]
+    load: Callable[[], PoolLoad]
 
 
 class StatusRoutes:

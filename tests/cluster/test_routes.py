@@ -66,6 +66,9 @@ async def test_an_abort_ends_one_prompt_of_a_stream(cluster: RunningCluster) -> 
         async with session.post("/generate", json=body) as response:
             lines = response.content.__aiter__()
             await anext(lines)
+            async with session.get("/get_load") as answer:
+                (load,) = await answer.json()
+                assert load["num_reqs"] == 2
             async with session.post("/abort_request", json={"rid": "two"}) as answer:
                 assert answer.status == 200
             async for line in lines:
@@ -84,3 +87,12 @@ async def test_an_abort_ends_one_prompt_of_a_stream(cluster: RunningCluster) -> 
             await asyncio.sleep(0.1)
         else:
             raise AssertionError("the aborted request is still in flight")
+        for _ in range(100):  # nodes report at intervals
+            async with session.get("/v1/loads") as response:
+                (load,) = (await response.json())["loads"]
+            if load["num_running_reqs"] == load["num_used_tokens"] == 0:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError(f"the aborted requests still hold pages: {load}")
+        assert load["max_total_num_tokens"] > load["num_total_tokens"] == 0

@@ -23,6 +23,7 @@ from router.dispatch.running_requests import RunningRequests
 from router.exchange.host_peers import HostPeers
 from router.http.client import View
 from router.images.loader import ImageLoader, RefusingImageLoader
+from router.nodes.pool_load import PoolLoad
 from router.parts import ApiParts
 from router.process.spawner import Spawner
 from router.requests.checks import ServedModel
@@ -60,6 +61,7 @@ class Rig:
     running: RunningRequests = field(default_factory=RunningRequests)
     paths: list[str] = field(default_factory=list)  # all routes
     active: int = 0  # as /load and /flush_cache see it
+    on_nodes: int = 0  # running requests
     unreached: list[str] = field(default_factory=list)  # nodes that a flush does not reach
     flushes: int = 0
 
@@ -171,6 +173,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
                     "stages": {"received": 0.0},
                 }
             ],
+            lambda: PoolLoad(rig.on_nodes, used=96, total=1024, prompts=40),
         )
         routes = ApiRoutes(
             ApiParts(text, info, texts, images, max_requests),
