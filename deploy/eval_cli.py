@@ -51,7 +51,7 @@ GIVE_UP_AFTER = 8  # consecutive failed requests after which the server counts a
 
 
 @dataclass(frozen=True, slots=True)
-class Exam:
+class EvalSettings:
     """The parameters of one evaluation."""
 
     url: str  # with or without /v1
@@ -117,18 +117,18 @@ class Asked:
     follow: Callable[[Any], dict[str, Any] | None] = lambda reply: None
 
 
-def asked(exam_: Exam, calls: Calls) -> Iterator[Asked]:
-    """Yield the requests of an exam; `calls` counts the tool calls in replies."""
-    if exam_.tools:
-        for each in conversations(exam_.count, exam_.seed, calls):
+def asked(settings: EvalSettings, calls: Calls) -> Iterator[Asked]:
+    """Yield the requests of an evaluation; `calls` counts the tool calls in replies."""
+    if settings.tools:
+        for each in conversations(settings.count, settings.seed, calls):
             yield Asked(each.body, each.is_right, each.follow)
         return
-    if exam_.vision:
-        for question in islice(questions(exam_.seed, "heldout"), exam_.count):
+    if settings.vision:
+        for question in islice(questions(settings.seed, "heldout"), settings.count):
             yield Asked(picture_body(question), partial(is_right_about, question))
         return
-    for shots, problem in exam(exam_.count, exam_.seed, exam_.shots):
-        yield Asked(request_body(exam_.mode, shots, problem), partial(is_right, problem))
+    for shots, problem in exam(settings.count, settings.seed, settings.shots):
+        yield Asked(request_body(settings.mode, shots, problem), partial(is_right, problem))
 
 
 def picture_body(question: Question) -> dict[str, Any]:
@@ -171,38 +171,41 @@ def answer_text(mode: Mode, reply: Any) -> str:
     return text
 
 
-async def hold(exam_: Exam, progress: Progress) -> Report:
-    """Run the exam and score it. It always ends: every request has a deadline, and a broken server is given up."""
+async def evaluate(settings: EvalSettings, progress: Progress) -> Report:
+    """Ask all questions and score the answers.
+
+    It always ends: every request has a deadline, and a broken server is given up.
+    """
     start = time.monotonic()
-    timeout = aiohttp.ClientTimeout(total=exam_.timeout, sock_connect=CONNECT_SECONDS)
-    connector = aiohttp.TCPConnector(limit=exam_.concurrency)
+    timeout = aiohttp.ClientTimeout(total=settings.timeout, sock_connect=CONNECT_SECONDS)
+    connector = aiohttp.TCPConnector(limit=settings.concurrency)
     async with aiohttp.ClientSession(
-        headers=authorization(exam_.api_key), timeout=timeout, connector=connector
+        headers=authorization(settings.api_key), timeout=timeout, connector=connector
     ) as session:
-        model = exam_.model or await first_model(session, exam_.base)
+        model = settings.model or await first_model(session, settings.base)
         calls = Calls()
-        room = _Room(asked(exam_, calls), progress, exam_.count)
+        room = _Room(asked(settings, calls), progress, settings.count)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(exam_.concurrency, exam_.count)):
-                group.create_task(_candidate(session, exam_, model, room))
-        accept_length = await _accept_length(session, exam_.base)
-    low, high = wilson(room.right, exam_.count)
+            for _ in range(min(settings.concurrency, settings.count)):
+                group.create_task(_answer_questions(session, settings, model, room))
+        accept_length = await _accept_length(session, settings.base)
+    low, high = wilson(room.right, settings.count)
     return Report(
-        score=room.right / exam_.count,
+        score=room.right / settings.count,
         ci_low=low,
         ci_high=high,
-        count=exam_.count,
+        count=settings.count,
         right=room.right,
         errors=room.errors + room.unasked,
         first_error=room.first_error,
-        seed=exam_.seed,
-        shots=exam_.shots,
-        mode=exam_.mode,
-        vision=exam_.vision,
+        seed=settings.seed,
+        shots=settings.shots,
+        mode=settings.mode,
+        vision=settings.vision,
         model=model,
-        url=exam_.url,
+        url=settings.url,
         seconds=time.monotonic() - start,
-        tools=exam_.tools,
+        tools=settings.tools,
         calls=calls.made,
         valid_calls=calls.valid,
         accept_length=accept_length,
@@ -246,16 +249,18 @@ class _Room:
         self._progress.update(self._task, advance=1, description=f"{self.right} right")
 
 
-async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, room: _Room) -> None:
-    path = "/chat/completions" if exam_.mode == "chat" else "/completions"
+async def _answer_questions(
+    session: aiohttp.ClientSession, settings: EvalSettings, model: str, room: _Room
+) -> None:
+    path = "/chat/completions" if settings.mode == "chat" else "/completions"
     for question in room.questions:
         if room.given_up:
             return
         try:
-            reply = await call(session, "POST", exam_.base + path, {"model": model, **question.body})
+            reply = await call(session, "POST", settings.base + path, {"model": model, **question.body})
             while (body := question.follow(reply)) is not None:
-                reply = await call(session, "POST", exam_.base + path, {"model": model, **body})
-            text = answer_text(exam_.mode, reply)
+                reply = await call(session, "POST", settings.base + path, {"model": model, **body})
+            text = answer_text(settings.mode, reply)
         except BadAnswer as error:
             room.failed(str(error))
         else:
@@ -291,17 +296,19 @@ def run(
     """Score a running server on fresh word problems; prints the share of right answers."""
     chosen: Mode = mode or ("completions" if shots else "chat")
     if vision and tools:
-        raise typer.BadParameter("--vision and --tools are two exams: leave out one of them")
+        raise typer.BadParameter("--vision and --tools are two evaluations: leave out one of them")
     if (vision or tools) and (shots or mode == "completions"):
         raise typer.BadParameter(
             f"--{'vision' if vision else 'tools'} uses chat without shots: leave out --shots and --mode"
         )
-    exam_ = Exam(url, count, seed, shots, chosen, vision, tools, concurrency, model, timeout, api_key)
+    settings = EvalSettings(
+        url, count, seed, shots, chosen, vision, tools, concurrency, model, timeout, api_key
+    )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            report = asyncio.run(hold(exam_, progress))
+            report = asyncio.run(evaluate(settings, progress))
     except Unreachable as error:
         typer.echo(f"deploy/eval: {error}. Is the server running?", err=True)
         raise typer.Exit(2) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.progress import Progress
 
-from deploy.eval_cli import Exam, hold
+from deploy.eval_cli import EvalSettings, evaluate
 from tests.cluster.check_families import absolute
 from tests.cluster.harness import ROOT, Client, RunningCluster
 
@@ -30,7 +30,9 @@ async def test_answers_are_right_drafts_are_accepted_and_every_forward_is_a_repl
         config[section] |= values
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
         with Progress(disable=True) as progress:
-            report = await hold(Exam(cluster.url, count=16, seed=7, concurrency=4, timeout=600.0), progress)
+            report = await evaluate(
+                EvalSettings(cluster.url, count=16, seed=7, concurrency=4, timeout=600.0), progress
+            )
         await client.wait_idle()
         info = await client.info()
     assert report.errors == 0, report.first_error

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from deploy.eval_cli import Exam, hold
+from deploy.eval_cli import EvalSettings, evaluate
 from deploy.tiny_models.generation import greedy
 from deploy.tiny_models.tokenizer import id_of
 from deploy.tiny_models.tool_calls import checkpoint
@@ -233,7 +233,9 @@ async def test_texts_are_those_of_plain_decoding(client: AsyncOpenAI, cluster: R
 async def test_answers_calls_and_accept_length(cluster: RunningCluster) -> None:
     """Held-out conversations through HTTP, with every call carried out."""
     with Progress(disable=True) as progress:
-        report = await hold(Exam(cluster.url, count=32, seed=5, tools=True, timeout=600.0), progress)
+        report = await evaluate(
+            EvalSettings(cluster.url, count=32, seed=5, tools=True, timeout=600.0), progress
+        )
     assert report.errors == 0, report.first_error
     assert report.calls > 20
     assert report.valid_calls >= 0.95 * report.calls

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from deploy.eval_cli import GIVE_UP_AFTER, Exam, answer_text, run, wilson
+from deploy.eval_cli import GIVE_UP_AFTER, EvalSettings, answer_text, run, wilson
 from deploy.tiny_models.vision.questions import questions
 from deploy.tiny_models.word_problems import take
 
@@ -199,7 +199,7 @@ def test_wilson() -> None:
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_the_base_url(url: str) -> None:
-    assert Exam(url, 1, 1).base == "http://h:1/v1"
+    assert EvalSettings(url, 1, 1).base == "http://h:1/v1"
 
 
 def pixels_of(part: dict[str, Any]) -> Any:
