@@ -14,17 +14,17 @@ NO_PROMPT = "no prompt arrived for this room in time"
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlyEntry:
     peer: Peer
     slots: Slots
     received_at: float
 
 
 class EarlySlots:
-    """Maps (room, decode incarnation) to Early. A peer that floods can only fill its own share."""
+    """Maps (room, decode incarnation) to its entry. A peer that floods can only fill its own share."""
 
     def __init__(self, limits: TransferLimits, clock: Callable[[], float]) -> None:
-        self._entries: ExpiringMap[tuple[int, str], Early] = ExpiringMap(
+        self._entries: ExpiringMap[tuple[int, str], EarlyEntry] = ExpiringMap(
             limits.early_slots, limits.early_ttl, clock
         )
         self._decodes: dict[int, set[str]] = {}  # room -> incarnations that have an entry
@@ -34,10 +34,10 @@ class EarlySlots:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, room: int, decode: str) -> Early | None:
+    def get(self, room: int, decode: str) -> EarlyEntry | None:
         return self._entries.get((room, decode))
 
-    def take_all(self, room: int) -> list[Early]:
+    def take_all(self, room: int) -> list[EarlyEntry]:
         """Remove and return the entries of a room from all decode nodes."""
         decodes = self._decodes.get(room)
         if decodes is None:
@@ -45,7 +45,7 @@ class EarlySlots:
         taken = [self.take(room, decode) for decode in list(decodes)]
         return [early for early in taken if early is not None]
 
-    def take(self, room: int, decode: str) -> Early | None:
+    def take(self, room: int, decode: str) -> EarlyEntry | None:
         early = self._entries.pop((room, decode))
         if early is not None:
             self._left([early])
@@ -56,23 +56,23 @@ class EarlySlots:
         pages = peer.early_pages + len(slots.pages)
         return peer.early >= self._per_peer or pages > peer.hello.layout.num_pages
 
-    def put(self, peer: Peer, slots: Slots) -> list[Early]:
+    def put(self, peer: Peer, slots: Slots) -> list[EarlyEntry]:
         """Add an entry and return the oldest entries if they had to make room for it."""
         peer.early += 1
         peer.early_pages += len(slots.pages)
         self._decodes.setdefault(slots.room, set()).add(peer.incarnation)
         return self._left(
-            self._entries.put((slots.room, peer.incarnation), Early(peer, slots, self._clock()))
+            self._entries.put((slots.room, peer.incarnation), EarlyEntry(peer, slots, self._clock()))
         )
 
-    def expire(self) -> list[Early]:
+    def expire(self) -> list[EarlyEntry]:
         """Remove and return the entries whose prompt did not arrive in time."""
         return self._left(self._entries.expire())
 
     def forget(self, peer: Peer) -> None:
         self._left(self._entries.remove_where(lambda early: early.peer is peer))
 
-    def _left(self, entries: list[Early]) -> list[Early]:
+    def _left(self, entries: list[EarlyEntry]) -> list[EarlyEntry]:
         for early in entries:
             early.peer.early -= 1
             early.peer.early_pages -= len(early.slots.pages)

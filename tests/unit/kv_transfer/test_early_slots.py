@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.early_slots import Early, EarlySlots
+from kv_transfer.early_slots import EarlyEntry, EarlySlots
 from kv_transfer.expiring import ExpiringMap
 from kv_transfer.messages import Slots
 from tests.unit.kv_transfer.rig import LIMITS, Clock
@@ -37,9 +37,9 @@ def test_every_entry_is_counted_for_its_peer_until_it_leaves(
     clock = Clock()
     limits = msgspec.structs.replace(LIMITS, early_slots=CAPACITY, early_slots_per_peer=SHARE, early_ttl=TTL)
     early, peers = EarlySlots(limits, clock), [peer(name) for name in "abc"]
-    held = list[Early]()  # oldest first
+    held = list[EarlyEntry]()  # oldest first
 
-    def leave(expected: list[Early], found: list[Early]) -> None:
+    def leave(expected: list[EarlyEntry], found: list[EarlyEntry]) -> None:
         assert sorted(map(id, found)) == sorted(map(id, expected))
         held[:] = [each for each in held if each not in expected]
 
@@ -55,7 +55,7 @@ def test_every_entry_is_counted_for_its_peer_until_it_leaves(
                 continue
             evicted = early.put(one, slots)
             new = early.get(room, one.incarnation)
-            assert new == Early(one, slots, clock.now)
+            assert new == EarlyEntry(one, slots, clock.now)
             held.append(new)
             leave(held[: max(len(held) - CAPACITY, 0)], evicted)
         elif what == "take":
