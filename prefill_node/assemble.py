@@ -22,7 +22,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.measure import NOT_MEASURED, MeasuredTimes
 from prefill_node.node import PrefillNode
 from prefill_node.pacing import NO_PACING, LaunchPacing
-from prefill_node.page_sending import OnAllRanks, Orders, PageSending, given_to_all, page_sending
+from prefill_node.page_sending import GroupPageSending, Orders, PageSending, given_to_all, page_sending
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.prompt_scores import PromptScorer
@@ -95,7 +95,7 @@ def assemble(
         of_running = functools.partial(given_to_all, links.group, of_running)
     sending: PageSending = page_sending(links.sender, forwards.signalled, of_running)
     if links.group is not None:
-        sending = OnAllRanks(sending, links.group)
+        sending = GroupPageSending(sending, links.group)
     sizes, measured = prefill_token_buckets(limits.chunk_tokens), parts.measured
     curve = CostCurve(sizes, measured.by_tokens, limits.grid, measured.context_ms)
     times = ForwardTimes(curve, learns=bool(measured.by_tokens))

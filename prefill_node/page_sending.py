@@ -130,7 +130,7 @@ def _room_pages(orders: Sequence[SendOrder]) -> list[RoomPages]:
     return [RoomPages(order.room, order.pages, order.first) for order in orders]
 
 
-class OnAllRanks:
+class GroupPageSending:
     """Sends on rank 0, and lets the other ranks of the node send their parts."""
 
     def __init__(self, own: PageSending, group: SenderGroup) -> None:
@@ -156,7 +156,7 @@ def given_to_all(group: SenderGroup, orders: Orders) -> Sequence[SendOrder]:
     return found
 
 
-class OnOneRank:
+class RankPageSending:
     """Sends on a rank other than rank 0, whose orders come through `rank`; `own` asks it at the breaks."""
 
     def __init__(self, own: PageSending, rank: SenderRank) -> None:

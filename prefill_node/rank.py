@@ -28,7 +28,7 @@ from prefill_node.build import compiled_bodies, open_sockets, prompt_sizes, send
 from prefill_node.forwards import Forwards
 from prefill_node.host_parts import host_share
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
-from prefill_node.page_sending import ByChunk, OnOneRank, PageSending, page_sending
+from prefill_node.page_sending import ByChunk, PageSending, RankPageSending, page_sending
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.rank_work import PromptRankWork
 from prefill_node.ranked_host import NoStore, RankHost, RankStore
@@ -96,7 +96,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     transfers = SenderRank(end.sender, listen, ByChunk(end.sender).send, member.commands, member.events)
     step = prompt_step(computation)
     pool = forwards.runner.pool
-    sending = OnOneRank(page_sending(end.sender, forwards.signalled, transfers.of_running), transfers)
+    sending = RankPageSending(page_sending(end.sender, forwards.signalled, transfers.of_running), transfers)
     worker = DeviceWorker(step, sending, pool, computation.completion, host)
     return BuiltRank(
         PromptRankWork(

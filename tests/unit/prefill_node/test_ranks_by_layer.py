@@ -22,10 +22,10 @@ from kv_transfer.transport.loopback.endpoints import LoopbackSender
 from prefill_node.page_sending import (
     ByChunk,
     ByLayer,
-    OnAllRanks,
-    OnOneRank,
+    GroupPageSending,
     PageSending,
     QueuedByChunk,
+    RankPageSending,
     given_to_all,
 )
 from prefill_node.rank import SendingService
@@ -82,11 +82,11 @@ class RankedPrefill:
         group, own = nodes.prefill.group, nodes.prefill.ranks[0].sender
         of_running = orders if group is None else partial(given_to_all, group, orders)
         first: PageSending = ByLayer(self.attentions[0], own, of_running, ByChunk(own))  # type: ignore[arg-type]
-        self.sending = [first if group is None else OnAllRanks(first, group)]
+        self.sending = [first if group is None else GroupPageSending(first, group)]
         pairs = zip(nodes.prefill.services, nodes.prefill.ranks[1:], self.attentions[1:], strict=True)
         for service, rank, attention in pairs:
             by_layer = ByLayer(attention, rank.sender, service.of_running, ByChunk(rank.sender))  # type: ignore[arg-type]
-            self.sending.append(OnOneRank(by_layer, service))
+            self.sending.append(RankPageSending(by_layer, service))
 
     def forward(self, rank: int) -> None:
         with self.sending[rank].during(PromptPlan(generation=GENERATION)):
@@ -182,7 +182,7 @@ def test_a_rank_queues_pages_of_a_forward_that_runs_already() -> None:
     nodes = Nodes(SPEC, (2, 2), "loopback", SOURCE)
     generation = granted(nodes)
     (transfers,), rank = nodes.prefill.services, nodes.prefill.ranks[1]
-    queued = OnOneRank(QueuedByChunk(rank.sender, transfers.of_running), transfers)
+    queued = RankPageSending(QueuedByChunk(rank.sender, transfers.of_running), transfers)
     service = SendingService(transfers, queued, Mock(), Mock(), Mock())
     with queued.during(PromptPlan(generation=GENERATION)):
         pass
