@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.api_key import ApiKey
+from common.checkpoint.chat_template_file import find_chat_template
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
@@ -172,6 +173,13 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
             reasoning=template.reasons,
             tool_calls=template.calls,
         )
+        source = find_chat_template(resolved.model_path, resolved.chat_template_path)
+        if template.calls and source is not None and "tools" not in source.all_text:
+            log.warning(
+                "the chat template does not show tools to the model, so it calls them only where tool_choice forces "
+                "it to; set another template in model.chat_template",
+                file=str(source.file),
+            )
     return AnswerStyle(
         template,
         short_ids=family is not None and family.short_ids,

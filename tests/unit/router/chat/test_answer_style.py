@@ -76,10 +76,39 @@ PIECES = {
 }
 
 
-def style(tmp_path: Path, tokenizer: Tokenizer, model: str = "", router: str = "") -> AnswerStyle:
+class Warnings(Log):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__("test")
+        self.kept: list[str] = []
+
+    def warning(self, event: str, **fields: object) -> None:
+        self.kept.append(event)
+
+
+def style(
+    tmp_path: Path, tokenizer: Tokenizer, model: str = "", router: str = "", log: Log | None = None
+) -> AnswerStyle:
     file = tmp_path / "cluster.yaml"
     file.write_text(f"model:\n  path: {TINY}\n{model}router:\n  port: 0\n{router}")
-    return answer_style(load_cluster(file, environ={}), tokenizer, Log("test"))
+    return answer_style(load_cluster(file, environ={}), tokenizer, log or Log("test"))
+
+
+def test_a_chat_template_that_shows_no_tools_is_found_at_the_start(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """As where calls are read for a model whose template was written before it had tools (DeepSeek R1)."""
+    shown = TINY.parent / "tiny-tools" / "chat_template.jinja"
+    for lines, warned in (
+        ("", False),
+        ("  response_template: think\n", False),
+        ("  response_template: qwen3\n", True),
+        (f"  response_template: qwen3\n  chat_template: {shown}\n", False),
+    ):
+        log = Warnings()
+        style(tmp_path, tokenizer, lines, log=log)
+        assert any("does not show tools" in each for each in log.kept) == warned
 
 
 def test_what_the_cluster_file_says(tmp_path: Path, tokenizer: Tokenizer) -> None:
