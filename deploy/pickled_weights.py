@@ -19,6 +19,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.resource_limits import lower_limit
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -63,7 +65,7 @@ def limit(memory: int, output: int, seconds: int) -> None:
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        lower_limit(kind, value)
 
 
 def tensors_of(content: Any, kind: type[Tensor]) -> dict[str, Tensor]:

@@ -13,13 +13,17 @@ from asyncio import StreamReader
 import msgspec
 
 from common.errors import ProtocolError
+from common.resource_limits import lower_limit
 
 START_SECONDS = 30.0  # until a process must report that it is ready
 START_BYTES = 1 << 16  # largest message that requests a process
 
 
 def confine(address_space: int, open_files: int) -> None:
-    """Limit the current process: `address_space` bytes of memory, no written files, no core dumps."""
+    """Limit the current process: `address_space` bytes of memory, no written files, no core dumps.
+
+    Limits that are lower already stay.
+    """
     # Ctrl-C in the terminal ends only the router, which then ends this process.
     os.setpgrp()
     for limit, value in (
@@ -28,7 +32,7 @@ def confine(address_space: int, open_files: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, open_files),
     ):
-        resource.setrlimit(limit, (value, value))
+        lower_limit(limit, value)
 
 
 def framed(message: msgspec.Struct) -> bytes:
