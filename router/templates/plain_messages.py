@@ -69,7 +69,7 @@ def _has_text(message: Message) -> bool:
 def _joined_systems(messages: Sequence[Message]) -> Sequence[Message]:
     """Join the texts of all instructions to one message at the beginning, with blank lines between them."""
     instructions = [each for each in messages if each.role in (SYSTEM, DEVELOPER)]
-    if not instructions or next(image_parts(instructions), None) is not None:
+    if instructions in ([], [*messages[:1]]) or next(image_parts(instructions), None) is not None:
         return messages
     texts = [
         "\n".join(part.said or "" for part in each.content)

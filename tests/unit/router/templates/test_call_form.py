@@ -214,6 +214,18 @@ def test_instructions_are_joined_for_templates_that_print_one_message(
     assert "be brief" in template.render([joined, user])
 
 
+def test_one_message_of_instructions_keeps_its_parts(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
+        "{% endif %};{% endfor %}"
+    )
+    parts = [ContentPart("text", "a"), ContentPart("text", "b")]
+    template = template_of(tmp_path, source)
+    assert template.render([Message("system", parts), Message("user", "c")]) == "[a][b];c;"
+    assert template.render([Message("user", "c"), Message("system", parts)]) == "a\nb;c;"
+
+
 def test_instructions_stay_in_their_place_if_the_template_prints_them_there(tmp_path: Path) -> None:
     messages = [Message("system", "a"), Message("user", "b"), Message("system", "c"), Message("user", "d")]
     prompt = template_of(tmp_path, styles.QWEN_2_5).render(messages)
