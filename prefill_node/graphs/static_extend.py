@@ -13,7 +13,7 @@ import torch
 from common.engine.attention.paged import CONVERTED_TOKENS
 from common.engine.attention.whole_prompt import MIN_TOKENS
 from common.engine.forward.batch import SAVES, BatchState, ForwardBatch
-from common.engine.graphs.slots import worst
+from common.engine.graphs.slots import poison_value
 from common.engine.graphs.spec import ShapeKey
 
 UNBROKEN_TOKENS = 512  # the host chooses no kernel by lengths
@@ -48,7 +48,7 @@ class StaticExtend:
         if count > self._limit.requests:
             return batch  # an eager run: no graph admits so many requests
         if self.poisoned:
-            self.pages.fill_(worst(self.pages.dtype))
+            self.pages.fill_(poison_value(self.pages.dtype))
         self.pages[:count, :width].copy_(batch.page_table)
         self.starts[: count + 1].copy_(batch.query_start)
         self.starts[count + 1 :] = batch.query_start[-1]

@@ -111,7 +111,7 @@ class StaticInputs(Generic[Batch]):
     def _pad(self, slot: Slot[Batch], padding: Tensor) -> None:
         slot.pad.reset(padding)
         if self.poisoned and slot.poison != "keep":
-            poison = Fill(worst(slot.dtype)) if slot.poison == "auto" else slot.poison
+            poison = Fill(poison_value(slot.dtype)) if slot.poison == "auto" else slot.poison
             poison.reset(padding)
 
     def _slot(self, name: str) -> Slot[Batch]:
@@ -136,7 +136,7 @@ def _checked(slot: Slot[Batch], value: Tensor | None, live: ShapeKey, device: to
     return value
 
 
-def worst(dtype: torch.dtype) -> float:
+def poison_value(dtype: torch.dtype) -> float:
     """Return a value that is noticed in any result that depends on it."""
     if dtype.is_floating_point:
         return float("nan")
