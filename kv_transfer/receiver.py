@@ -307,7 +307,7 @@ class Receiver:
                 self._free(inbound)
             elif now - inbound.moved_at >= self._limits.abort_retry:
                 self.counters.abort_retries += 1
-                self._say_abort(inbound)
+                self._notify_abort(inbound)
 
     def _fail(self, inbound: Inbound, code: str, reason: str) -> None:
         """Fail the whole room."""
@@ -334,7 +334,7 @@ class Receiver:
         inbound.aborted_for = (code, reason)
         fenced = self._endpoint.revoke(inbound.generation)
         if not self._endpoint.peer_is_dead(inbound.link.incarnation):
-            self._say_abort(inbound)
+            self._notify_abort(inbound)
             if not fenced:
                 inbound.go(ReceiveState.QUARANTINED)
                 self.counters.quarantined += 1
@@ -389,7 +389,7 @@ class Receiver:
         self._endpoint.announce(inbound.window)
         self._notify(inbound.link, inbound.slots(self._clock()))
 
-    def _say_abort(self, inbound: Inbound) -> None:
+    def _notify_abort(self, inbound: Inbound) -> None:
         inbound.moved_at = self._clock()
         self._notify(inbound.link, inbound.abort())
 

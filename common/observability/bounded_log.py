@@ -29,7 +29,7 @@ class BoundedLog:
         self._lock = threading.Lock()
         self._since = -WINDOW
         self._written = 0
-        self._say = log.warning
+        self._write = log.warning
         self._suppressed: Counter[str] = Counter()  # by peer, the most frequent ones
         self.total = 0
 
@@ -41,14 +41,14 @@ class BoundedLog:
         """Log that `peer` was refused for `reason`, where that is its own fault."""
         self._add(self._log.info, peer, reason, fields)
 
-    def _add(self, say: Callable[..., None], peer: str, reason: str, fields: dict[str, object]) -> None:
+    def _add(self, write: Callable[..., None], peer: str, reason: str, fields: dict[str, object]) -> None:
         with self._lock:
-            self._say = say
+            self._write = write
             self.total += 1
             self._end_window()
             if self._written < FIRST:
                 self._written += 1
-                say(self._event, peer=peer, reason=reason, **fields)
+                write(self._event, peer=peer, reason=reason, **fields)
             elif peer in self._suppressed or len(self._suppressed) < MAX_PEERS:
                 self._suppressed[peer] += 1
             else:
@@ -71,7 +71,7 @@ class BoundedLog:
 
     def _summarise(self, now: float) -> None:
         if self._suppressed:
-            self._say(
+            self._write(
                 f"{self._event}: not logged individually",
                 count=self._suppressed.total(),
                 seconds=round(now - self._since, 1),

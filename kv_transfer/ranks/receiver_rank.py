@@ -77,7 +77,7 @@ class ReceiverRank:
         self._peers.pump()
         moved = False
         for frame in frames(self._commands):
-            self._obey(commands.decode(frame))
+            self._execute(commands.decode(frame))
             moved = True
         for event in self._receiver.poll():
             self._report(event)
@@ -88,7 +88,7 @@ class ReceiverRank:
         """Withdraw the memory from all peers; the rank ends."""
         self._receiver.shutdown()
 
-    def _obey(self, command: ReceiverCommand) -> None:
+    def _execute(self, command: ReceiverCommand) -> None:
         if isinstance(command, OpenRoom):
             self._open(command)
         elif isinstance(command, CloseRoom):

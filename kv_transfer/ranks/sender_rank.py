@@ -99,11 +99,11 @@ class SenderRank:
     def _take_commands(self) -> bool:
         moved = False
         for frame in frames(self._commands):
-            self._obey(commands.decode(frame))
+            self._execute(commands.decode(frame))
             moved = True
         return moved
 
-    def _obey(self, command: SenderCommand) -> None:
+    def _execute(self, command: SenderCommand) -> None:
         if isinstance(command, SendPages):
             self._orders.append(command.order)
         elif isinstance(command, ExpectRoom):

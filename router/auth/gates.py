@@ -174,7 +174,7 @@ class Entrance:
             try:
                 client, claim = self._gate.enter(request)
             except RequestError as error:
-                self._say(request, error)
+                self._log_refusal(request, error)
                 raise
             request[client_key], request[quota_claim_key] = client, claim
             try:
@@ -195,7 +195,7 @@ class Entrance:
         limits = {} if quota is None else quota.headers()
         return self._cors.headers(request) | limits
 
-    def _say(self, request: web.Request, error: RequestError) -> None:
+    def _log_refusal(self, request: web.Request, error: RequestError) -> None:
         """Log at most one line per LOG_SECONDS: a client can be refused arbitrarily often."""
         self._refused += 1
         now = self._clock()

@@ -207,7 +207,7 @@ async def serve(channel: socket.socket) -> None:
     # The default has as many as there are cores and four: on few cores one slow lookup would hold up other images.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE, "lookup"))
 
-    async def say(fetched: Fetched) -> None:
+    async def send(fetched: Fetched) -> None:
         async with turn:  # holds at most one image besides the socket's buffer
             writer.write(framed(fetched))
             await writer.drain()
@@ -219,9 +219,9 @@ async def serve(channel: socket.socket) -> None:
             fetched = Fetched(wanted.number, problem=str(error))
         except Exception:  # a bug of ours: the router must not wait for an answer
             fetched = Fetched(wanted.number, defect=traceback.format_exc()[-HEAD // 2 :])
-        await say(fetched)
+        await send(fetched)
 
-    await say(Fetched(0))
+    await send(Fetched(0))
     try:
         async with asyncio.TaskGroup() as group:
             while True:

@@ -224,7 +224,7 @@ class NodeRegistry:
             )
         known = self._nodes.get(node.incarnation)
         if known is not None:
-            self._heard(known)
+            self._mark_seen(known)
         else:
             now = self._clock()
             name = "" if pattern is None else pattern.text
@@ -248,7 +248,7 @@ class NodeRegistry:
         changed = node.state != message.state
         if changed:
             self._served(node)
-        self._heard(node)
+        self._mark_seen(node)
         if message.load.prompt_times != node.load.prompt_times:
             node.token_ms, _ = best_rate(message.load.prompt_times)
         node.state, node.load, node.counters = message.state, message.load, message.counters
@@ -345,7 +345,7 @@ class NodeRegistry:
         if node.state == "up":
             self._served_at[node.role] = self._clock()
 
-    def _heard(self, node: Node) -> None:
+    def _mark_seen(self, node: Node) -> None:
         node.seen = self._clock()
         if not node.reachable:
             node.reachable = True

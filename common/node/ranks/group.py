@@ -183,15 +183,15 @@ class RankGroup:
         """
         until = time.monotonic() + END_SECONDS
         ended: set[int] = set()
-        heard = False
-        while (heard or not ended) and time.monotonic() < until:
+        received = False
+        while (received or not ended) and time.monotonic() < until:
             try:
-                heard = self._take(0.0 if ended else 0.1, ended)
+                received = self._take(0.0 if ended else 0.1, ended)
             except RankFailed as failed:
                 ended.add(failed.rank)
-                heard = True
-            except TandemError as said:
-                return said
+                received = True
+            except TandemError as reason:
+                return reason
         return error
 
     def _take(self, timeout: float, without: Collection[int] = ()) -> bool:
