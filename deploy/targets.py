@@ -48,7 +48,7 @@ class ModelTarget:
 def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:
     """Return the cluster file or the model that `text` names. Raises ConfigError, with `remedy`, if it is neither."""
     if "://" in text:
-        raise ConfigError("", f"a URL names no cluster; use {remedy}; only deploy/top takes a URL")
+        raise ConfigError("", f"a URL names no cluster; use {remedy}; deploy/top shows a server by its URL")
     path = Path(text).expanduser()
     if path.is_dir():
         return _of_directory(text, path)

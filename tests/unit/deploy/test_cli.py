@@ -93,7 +93,7 @@ def test_a_cluster_that_does_not_run_is_reported(directory: Path) -> None:
 
 def test_a_url_names_no_cluster(directory: Path) -> None:
     result = run("status", "http://127.0.0.1:8000")
-    assert (result.exit_code, "only deploy/top takes a URL" in flat(result)) == (2, True)
+    assert (result.exit_code, "deploy/top shows a server by its URL" in flat(result)) == (2, True)
 
 
 def test_config_shows_every_value_whole_with_its_origin(directory: Path) -> None:
