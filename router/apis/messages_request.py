@@ -259,7 +259,7 @@ def _loaded_tools(request: CountRequest) -> tuple[list[dict[str, Any]], dict[str
         for message in request.messages
         if isinstance(message.content, list)
         for result in message.content
-        if isinstance(result.content, list)
+        if result.type == "tool_result" and isinstance(result.content, list)
         for block in result.content
         if block["type"] == REFERENCE
     }

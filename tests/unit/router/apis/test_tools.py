@@ -222,3 +222,13 @@ async def test_a_reference_without_a_name_is_refused(rig: Rig) -> None:
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
     status, answer, _ = await rig.post(test_messages.PATH, body)
     assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].content[0]")
+
+
+@pytest.mark.parametrize("content", [[1], [{}], [{"type": "tool_reference"}], ["tool_reference"]])
+@pytest.mark.parametrize("kind", ["text", "thinking", "redacted_thinking"])
+def test_only_results_of_tools_refer_to_tools(kind: str, content: list[Any]) -> None:
+    """Other blocks have no content, so theirs is an unknown field."""
+    block = {"type": kind, "text": "a", "thinking": "b", "content": content}
+    messages = [test_messages.USER, {"role": "assistant", "content": [block]}]
+    body = {"max_tokens": 9, "messages": messages, "tools": DEFERRED}
+    assert read_messages(msgspec.json.encode(body)).chat.tools is None
