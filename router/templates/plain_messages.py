@@ -14,11 +14,12 @@ from router.templates.message_calls import template_calls
 
 def plain_messages(messages: Sequence[Message], forms: ContentForms) -> list[dict[str, Any]]:
     """Convert messages to what the template expects. Raises InvalidRequest for parts and calls that are not valid."""
-    if forms.single_system:
-        messages = _joined_systems(messages)
+    # All of them before any is joined: it raises for parts of other types, with the index of the message.
+    list(image_parts(messages))
+    placed = _joined_systems(messages) if forms.single_system else list(enumerate(messages))
     found = list[dict[str, Any]]()
     called = dict[str, str]()  # id -> name of the function
-    for index, message in enumerate(messages):
+    for index, message in placed:
         plain = _plain(message, forms)
         if message.tool_calls:
             plain["tool_calls"] = template_calls(message.tool_calls, f"messages[{index}]")
@@ -40,9 +41,8 @@ def _plain(message: Message, forms: ContentForms) -> dict[str, Any]:
     if not isinstance(message.content, list):
         content = form.of_text(message.content or "")
     else:
-        images = list(image_parts([message]))  # raises for parts of other types
         parts = [part for part in message.content if part.thought is None]
-        if images:
+        if any(part.type == "image_url" for part in parts):
             content = [
                 {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
                 for part in parts
@@ -66,19 +66,23 @@ def _has_text(message: Message) -> bool:
     return any(part.said or part.type == "image_url" for part in parts) if parts else bool(message.content)
 
 
-def _joined_systems(messages: Sequence[Message]) -> Sequence[Message]:
-    """Join the texts of all instructions to one message at the beginning, with blank lines between them."""
+def _joined_systems(messages: Sequence[Message]) -> list[tuple[int, Message]]:
+    """Join the texts of all instructions to one message at the beginning, with blank lines between them.
+
+    Each message comes with its index among those that the client sent.
+    """
+    placed = list(enumerate(messages))
     instructions = [each for each in messages if each.role in (SYSTEM, DEVELOPER)]
     if instructions in ([], [*messages[:1]]) or next(image_parts(instructions), None) is not None:
-        return messages
+        return placed
     texts = [
         "\n".join(part.said or "" for part in each.content)
         if isinstance(each.content, list)
         else each.content or ""
         for each in instructions
     ]
-    others = [each for each in messages if each.role not in (SYSTEM, DEVELOPER)]
-    return [Message(instructions[0].role, "\n\n".join(texts)), *others]
+    others = [(index, each) for index, each in placed if each.role not in (SYSTEM, DEVELOPER)]
+    return [(0, Message(instructions[0].role, "\n\n".join(texts))), *others]
 
 
 def refuse_lost(messages: Sequence[Message], forms: ContentForms) -> None:

@@ -214,6 +214,21 @@ def test_instructions_are_joined_for_templates_that_print_one_message(
     assert "be brief" in template.render([joined, user])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        (asked(call("f", "{broken")), "messages[3].tool_calls[0].function.arguments"),
+        (Message("user", [ContentPart("video")]), "messages[3].content[0]"),
+        (Message("system", [ContentPart("video")]), "messages[3].content[0]"),
+    ],
+)
+def test_refusals_count_the_messages_that_were_sent(tmp_path: Path, wrong: Message, param: str) -> None:
+    instructions = [Message("system", "a"), Message("system", "b")]
+    with pytest.raises(InvalidRequest) as found:
+        template_of(tmp_path, ONE_SYSTEM).render([*instructions, Message("user", "c"), wrong])
+    assert found.value.param == param
+
+
 def test_one_message_of_instructions_keeps_its_parts(tmp_path: Path) -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}"
