@@ -38,7 +38,8 @@ class Dealer(Channel):
         """`server` is the process at `address`, whose key is checked; at most `received` messages wait here.
 
         Without `opens` there are only datagrams. A TCP connection on which an answer is missing for `silence` seconds
-        (default: SILENCE_SECONDS) is dialled again. The name of a host is looked up for each dial. Raises ConfigError.
+        (default: SILENCE_SECONDS) is dialled again. The name of a host is looked up for each dial. Raises ConfigError,
+        and zmq.ZMQError if the process has run out of descriptors.
         """
         super().__init__(context, zmq.DEALER, received)
         # How often the peer was another process or had forgotten this one; unacknowledged messages were dropped each
@@ -54,7 +55,11 @@ class Dealer(Channel):
         self._dialled_at = self.clock()
         self._silence = SilenceWatch(silence or SILENCE_SECONDS, self.clock()) if is_tcp(address) else None
         self._session = self._new_session()
-        self._watch = ConnectionWatch(self._socket, address, self.clock())
+        try:
+            self._watch = ConnectionWatch(self._socket, address, self.clock())
+        except zmq.ZMQError:
+            super().close()
+            raise
         try:
             (security or Plain()).secure_client(self._socket, address, server)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)

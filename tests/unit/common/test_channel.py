@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import stat
 import tempfile
@@ -53,6 +54,22 @@ def pair(context: Context, address: str, identity: bytes = b"peer") -> tuple[Rou
     assert dealer.send(b"hello")
     assert until(router.drain) == [(identity, b"hello")]
     return router, dealer
+
+
+def test_a_socket_that_cannot_be_watched_is_closed(
+    context: Context, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when descriptors run out after its own: the node refuses the link and tries again later."""
+    opened: list[zmq.Socket[bytes]] = []
+
+    def exhausted(self: zmq.Socket[bytes], *arguments: object) -> object:
+        opened.append(self)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", exhausted)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        Dealer(context, f"ipc://{directory}/r.sock", b"peer", security=Keyless())
+    assert [each.closed for each in opened] == [True]
 
 
 def test_nothing_is_read_in_vain(context: Context, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
