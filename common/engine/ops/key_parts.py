@@ -215,7 +215,8 @@ def ended_programs(device: torch.device) -> Tensor:
 
     Where launches only compile, a call gets memory that nothing uses.
 
-    Raises RuntimeError if the first call is captured, because its graph would own the memory.
+    `StepAttention` asks for them when it is made. Raises RuntimeError if the first call is captured, because its graph
+    would own the memory.
     """
     if not launches():
         return torch.empty(MAX_TILES, dtype=torch.int32, device=device)
@@ -226,7 +227,7 @@ def ended_programs(device: torch.device) -> Tensor:
 def _counts(device: torch.device) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "attention must run once before the first graph is captured: a graph would own its counts"
+            "the counts of attention must be made before the first graph is captured, which would own them"
         )
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
