@@ -105,14 +105,15 @@ class ControlRoutes:
 
     async def _idle_within(self, seconds: float) -> bool:
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
-            if not await self._active():
+            if not await prompts_in_flight(self._requests, self._peers):
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        return not await self._active()
+        return not await prompts_in_flight(self._requests, self._peers)
 
-    async def _active(self) -> int:
-        """Return the number of prompts in flight at all router processes of this host."""
-        return self._requests.active + await self._peers.active()
+
+async def prompts_in_flight(requests: ActiveRequests, peers: HostPeers) -> int:
+    """Return the number of prompts in flight at all router processes of this host."""
+    return requests.active + await peers.active()
 
 
 def needs_admin(client: Client, what: str) -> None:

@@ -14,7 +14,7 @@ from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import json_response
 from router.nodes.pool_load import PoolLoad
-from router.routes.control import ActiveRequests, needs_admin
+from router.routes.control import ActiveRequests, needs_admin, prompts_in_flight
 from router.routes.status import VERSION
 
 
@@ -36,6 +36,17 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     token_usage: float
 
 
+class LoadSums(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks together, as earlier versions of SGLang show them."""
+
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_reqs: int
+    total_used_tokens: int
+    total_tokens: int
+    avg_token_usage: float
+
+
 class Loads(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of GET /v1/loads."""
 
@@ -43,6 +54,7 @@ class Loads(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     dp_rank_count: int = 1
     loads: tuple[RankLoad, ...]
+    aggregate: LoadSums
 
 
 class FormerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +86,7 @@ class LoadRoutes:
         """Answer with the load of the cluster, or with the client's own where it may not see the cluster."""
         client = request[client_key]
         if client.view >= View.CLUSTER:
-            return json_response(ServerLoad(await self._active()))
+            return json_response(ServerLoad(await prompts_in_flight(self._requests, self._peers)))
         own = self._requests.running.count(client.name)
         return json_response(ServerLoad(own + await self._peers.active(client.name)))
 
@@ -83,8 +95,19 @@ class LoadRoutes:
             raise InvalidRequest(
                 "the format must be json; /metrics has series for Prometheus", param="format"
             )
+        if request.query.get("dp_rank", "0") != "0":
+            raise InvalidRequest("the cluster is one rank; dp_rank must be 0", param="dp_rank")
+        rank = await self._rank(request)
+        sums = LoadSums(
+            total_running_reqs=rank.num_running_reqs,
+            total_waiting_reqs=rank.num_waiting_reqs,
+            total_reqs=rank.num_running_reqs + rank.num_waiting_reqs,
+            total_used_tokens=rank.num_used_tokens,
+            total_tokens=rank.num_total_tokens,
+            avg_token_usage=rank.token_usage,
+        )
         now = datetime.now(UTC).isoformat()
-        return json_response(Loads(timestamp=now, version=VERSION, loads=(await self._rank(request),)))
+        return json_response(Loads(timestamp=now, version=VERSION, loads=(rank,), aggregate=sums))
 
     async def former_load(self, request: web.Request) -> web.Response:
         rank = await self._rank(request)
@@ -99,7 +122,7 @@ class LoadRoutes:
 
     async def _rank(self, request: web.Request) -> RankLoad:
         needs_admin(request[client_key], f"{request.path} shows other clients' load")
-        active, pools = await self._active(), self._pools()
+        active, pools = await prompts_in_flight(self._requests, self._peers), self._pools()
         return RankLoad(
             num_running_reqs=pools.running,
             num_waiting_reqs=max(0, active - pools.running),
@@ -108,7 +131,3 @@ class LoadRoutes:
             max_total_num_tokens=pools.total,
             token_usage=round(pools.used / pools.total, 4) if pools.total else 0.0,
         )
-
-    async def _active(self) -> int:
-        """Return the number of prompts in flight at all router processes of this host."""
-        return self._requests.active + await self._peers.active()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.fakes.api_keys import bearer
 from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import Rig, Serve
@@ -32,6 +34,15 @@ async def test_the_cluster_is_described_as_one_rank(serve: Serve) -> None:
             "token_usage": 0.0938,
         }
     ]
+    assert answer["aggregate"] == {
+        "total_running_reqs": 3,
+        "total_waiting_reqs": 2,
+        "total_reqs": 5,
+        "total_used_tokens": 96,
+        "total_tokens": 136,
+        "avg_token_usage": 0.0938,
+    }
+    assert (await get(rig, "/v1/loads?dp_rank=0"))[1]["loads"] == answer["loads"]
     status, (former,) = await get(rig, "/get_load")
     assert status == 200
     assert former.pop("ts_tic") > 0
@@ -51,9 +62,10 @@ async def test_requests_that_ended_since_the_last_heartbeat_are_not_waiting(serv
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (3, 0)
 
 
-async def test_series_are_refused(serve: Serve) -> None:
-    status, answer = await get(await serve(), "/v1/loads?format=prometheus")
-    assert (status, answer["error"]["param"]) == (400, "format")
+@pytest.mark.parametrize(("name", "value"), [("format", "prometheus"), ("dp_rank", "1")])
+async def test_series_and_other_ranks_are_refused(serve: Serve, name: str, value: str) -> None:
+    status, answer = await get(await serve(), f"/v1/loads?{name}={value}")
+    assert (status, answer["error"]["param"]) == (400, name)
 
 
 async def test_other_clients_do_not_see_the_load(serve: Serve) -> None:
