@@ -12,7 +12,7 @@ from router.chat.answer_style import AnswerStyle
 from router.requests.openai_schema import ChatRequest, SharedFields, TokenIds
 
 NO_LIMIT = -1  # as in vLLM
-MOST = (1 << 31) - 1
+MAX_BUDGET = (1 << 31) - 1
 
 
 class Budget(NamedTuple):
@@ -36,8 +36,8 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
     for field, tokens in given.items():
         if tokens is None or tokens == NO_LIMIT:
             continue
-        if not 0 <= tokens <= MOST:
-            raise InvalidRequest(f"{field} must be from 0 to {MOST}, or -1 for no limit", param=field)
+        if not 0 <= tokens <= MAX_BUDGET:
+            raise InvalidRequest(f"{field} must be from 0 to {MAX_BUDGET}, or -1 for no limit", param=field)
         if style.think_tokens is None:
             raise InvalidRequest(f"{field} cannot be enforced: {_obstacle(style)}; leave it out", param=field)
         budgets.append(Budget(tokens, field))

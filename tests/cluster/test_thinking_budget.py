@@ -22,7 +22,7 @@ from tests.cluster.test_tool_calls import PRODUCT, TOOLS, TWO
 pytestmark = pytest.mark.timeout(900)
 
 MODEL = ROOT / "deploy" / "tiny_models" / "tiny-tools"
-MOST = 120  # tokens of an answer
+MAX_TOKENS = 120  # tokens of an answer
 
 
 class Budget(LogitsProcessor):
@@ -53,7 +53,7 @@ class Reference:
 
     @torch.inference_mode()
     def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        settings = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": [self._end]}
+        settings = {"do_sample": False, "max_new_tokens": MAX_TOKENS, "eos_token_id": [self._end]}
         rules = LogitsProcessorList([Budget(len(prompt), tokens, self.think, self.think_end)])
         config = GenerationConfig.from_dict({**settings, "pad_token_id": self._end})
         out = self._model.generate(torch.tensor([prompt]), generation_config=config, logits_processor=rules)
@@ -83,7 +83,7 @@ def chat(question: str, **fields: Any) -> dict[str, Any]:
     return {
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": MOST,
+        "max_tokens": MAX_TOKENS,
         "return_token_ids": True,
         **fields,
     }
@@ -125,12 +125,12 @@ async def test_the_prompt_may_open_the_reasoning(cluster: RunningCluster, refere
             prompt = answer["prompt_token_ids"]
             expected = reference.answer(prompt, tokens)
             assert answer["choices"][0]["token_ids"] == expected
-            common = {"temperature": 0, "return_token_ids": True, "max_tokens": MOST}
+            common = {"temperature": 0, "return_token_ids": True, "max_tokens": MAX_TOKENS}
             text = await ask(client, "/v1/completions", prompt=prompt, thinking_token_budget=tokens, **common)
             assert text["choices"][0]["token_ids"] == expected
             sampling = {
                 "temperature": 0,
-                "max_new_tokens": MOST,
+                "max_new_tokens": MAX_TOKENS,
                 "custom_params": {"thinking_budget": tokens},
             }
             native = await ask(client, "/generate", input_ids=prompt, sampling_params=sampling)
@@ -167,7 +167,11 @@ async def test_thinking_of_anthropics_clients(cluster: RunningCluster) -> None:
             {"type": "adaptive"},
             {"type": "disabled"},
         ):
-            body = {"messages": [{"role": "user", "content": PRODUCT}], "max_tokens": MOST, "temperature": 0}
+            body = {
+                "messages": [{"role": "user", "content": PRODUCT}],
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0,
+            }
             answer = await ask(client, "/v1/messages", **body, thinking=thinking)
             blocks = answer["content"]
             thoughts.append([each["thinking"] for each in blocks if each["type"] == "thinking"])
