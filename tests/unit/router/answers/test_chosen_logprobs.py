@@ -92,13 +92,17 @@ async def test_generate_lists_them_beside_the_likeliest(
     assert meta["output_top_logprobs"] == [[[-0.5, 331, name(331)]]] * 2
 
 
-async def test_without_them_answers_do_not_change(rig: Rig) -> None:
+@pytest.mark.parametrize("given", [[], None])
+async def test_without_them_the_likeliest_are_listed(
+    rig: Rig, tokenizer: Tokenizer, given: list[int] | None
+) -> None:
     rig.generator.will(TokenDelta([OutputToken(331, TokenLogprob(-0.5, (5,), (-0.75,)))], "length", 0))
-    for path, field in ((CHAT, "logprob_token_ids"), (GENERATE, "token_ids_logprob")):
-        for given in list[list[int] | None](([], None)):
-            _, answer, _ = await rig.post(path, {**BODIES[path], field: given})
-            assert "token_ids_logprobs" not in json.dumps(answer)
-    assert rig.generator.requests[-1].sampling.logprob_ids == ()
+    _, chat, _ = await rig.post(CHAT, BODIES[CHAT] | {"logprob_token_ids": given})
+    [entry] = chat["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in entry["top_logprobs"]] == [tokenizer.token_text(5)]
+    _, native, _ = await rig.post(GENERATE, BODIES[GENERATE] | {"token_ids_logprob": given})
+    assert not [name for name in native["meta_info"] if "token_ids_logprobs" in name]
+    assert [each.sampling.logprob_ids for each in rig.generator.requests] == [(), ()]
 
 
 @pytest.mark.parametrize(
