@@ -71,7 +71,7 @@ class FormWithDetails:
         """`shown` makes the events to extend, `form` the complete answer.
 
         Args:
-            told: members of the answer and of its first events.
+            told: members of the answer and of each choice's first event.
             names: names prompt tokens.
         """
         self._shown = shown
@@ -87,7 +87,12 @@ class FormWithDetails:
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         sent = self._shown.opening(choices, usage)
-        return b"".join(_event({**event, **self._told}) for event in _events(sent)) if self._told else sent
+        if not self._told:
+            return sent
+        # One event of each choice comes first; others may follow.
+        events = _events(sent)
+        first = [{**event, **self._told} for event in events[:choices]]
+        return b"".join(map(_event, [*first, *events[choices:]]))
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""

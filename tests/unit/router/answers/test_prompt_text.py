@@ -64,3 +64,17 @@ async def test_what_the_assistant_has_said_precedes_the_answer(
             assert "".join(own) == "It rains."
     plain = (await rig.post(CHAT, BEGUN | {"messages": [QUESTION], "continue_final_message": False}))[1]
     assert plain["choices"][0]["message"]["content"] == "rains."
+
+
+async def test_the_first_event_of_each_choice_has_the_prompt(rig: Rig) -> None:
+    """The next one, with what the assistant has said, does not repeat it."""
+    rig.generator.will(*one_by_one([10, 11]))
+    body = BEGUN | {"return_prompt_text": True, "return_token_ids": True, "n": 2, "temperature": 1}
+    told = await chunks(rig, CHAT, body)
+    assert [[name in each for name in ("prompt_text", "prompt_token_ids")] for each in told[:4]] == [
+        [True, True],
+        [True, True],
+        [False, False],
+        [False, False],
+    ]
+    assert [each["choices"][0]["delta"]["content"] for each in told[:4]] == ["", "", "It ", "It "]
