@@ -19,7 +19,7 @@ class AcceptCounters:
         self.drafts = 0  # steps that verified at least one draft token
         self.draft_tokens = 0
         self.accepted_tokens = 0
-        self.forced_tokens = 0  # verified as drafts because a grammar forces them; not among `draft_tokens`
+        self.forced_tokens = 0  # forced and verified as drafts; not among `draft_tokens`
         self.accepted_forced = 0
         self.accepted_at: list[int] = []  # index in the draft chain -> number of accepted drafts
 

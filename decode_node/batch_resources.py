@@ -117,7 +117,7 @@ class BatchResources:
         return self._needs_results or request.needs_masks(self._rules.most_tokens)
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
-        """Find what grammars force next, and return the width of the step for them; 0: a usual one."""
+        """Find the tokens that are forced next, and return the width of the step for them; 0: a usual one."""
         most = self._rules.most_forced(len(candidates))
         for request in candidates:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()

@@ -1,4 +1,4 @@
-"""Decides when tokens that grammars force are verified in a wide step instead of a usual one.
+"""Decides when forced tokens are verified in a wide step instead of a usual one.
 
 Such a step has a wide window and no draft phase: each request verifies as many forced tokens as fit, and requests
 without any verify the drafts that their rows carry from the previous round, if the drafter keeps some there. All of it
@@ -30,7 +30,7 @@ class ForcedStep(NamedTuple):
 class ForcedRow(NamedTuple):
     """The known facts about one request before a step."""
 
-    forced: int  # tokens that its grammar forces next
+    forced: int  # tokens that its grammar, or its limit of reasoning, forces next
     constrained: bool  # whether a mask may forbid tokens of its step
 
 

@@ -1,4 +1,4 @@
-"""The wide steps, without a draft phase, that verify tokens which grammars force: their sizes and composition."""
+"""The wide steps, without a draft phase, that verify forced tokens: their sizes and composition."""
 
 from __future__ import annotations
 

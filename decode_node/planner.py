@@ -82,7 +82,7 @@ class Planned(NamedTuple):
 
     plan: StepPlan
     batch: Sequence[DecodeRequest]
-    forced: Sequence[int]  # per row, how many of its drafts a grammar forces
+    forced: Sequence[int]  # per row, how many of its drafts are forced tokens
     at: float  # monotonic seconds
 
 

@@ -77,7 +77,7 @@ class DecodeRequest:
     matcher: Follower | None = None  # has followed the answer so far
     # Its next step needs masks, which follow from the results of all earlier steps.
     masked: bool = False
-    forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
+    forced: tuple[int, ...] = ()  # the next tokens that `matcher` forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     drawn_at: float = 0.0  # monotonic seconds when its latest token was drawn, as far as the host can tell
     stages: dict[str, float] = field(default_factory=dict)
@@ -215,6 +215,6 @@ class Emission:
     request: DecodeRequest
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
     drafted: int = 0  # draft tokens that the step verified, except forced ones
-    forced: int = 0  # tokens forced by a grammar that the step verified as drafts
+    forced: int = 0  # forced tokens that the step verified as drafts
     # The hidden state that each token was drawn from, if the router gets hidden states.
     states: StateRows | None = None

@@ -96,7 +96,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingVariant | None = None  # the variant that serves all rows; None only without rows
     # Host drafts of each row; empty if the host proposes none. CARRIED: a draft of the row itself (forced steps).
     drafts: tuple[tuple[int, ...], ...] = ()
-    # Tokens of each row that replace the first drafts of a draft model, because a grammar forces them; empty: none.
+    # Tokens of each row that replace the first drafts of a draft model, because they are forced; empty: none.
     forced: tuple[tuple[int, ...], ...] = ()
     states: tuple[int, ...] = ()  # indices of the rows whose hidden states the router gets
 

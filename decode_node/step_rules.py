@@ -70,7 +70,7 @@ class StepRules:
     extra_slots: int = 0
     widths: Widths = field(default_factory=FixedWidth)
     drafts: TextDrafts = field(default_factory=NoTextDrafts)
-    # the most tokens forced by a grammar that a usual step verifies as drafts; 0: none
+    # the most forced tokens that a usual step verifies as drafts; 0: none
     forced_drafts: int = 0
     # wide steps for forced tokens, widest first, so that each takes larger batches than the one before
     forced_steps: tuple[ForcedStep, ...] = ()

@@ -87,7 +87,8 @@ class Inbound:
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; pages below it have landed or were held
-    # Time of the latest progress or heartbeat; in quarantine, of the latest AbortTransfer.
+    # Time of the latest progress or heartbeat, or the end of the work that its sender has announced, if that is later;
+    # in quarantine, time of the latest AbortTransfer.
     moved_at: float = 0.0
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived

@@ -201,7 +201,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     spec_drafts: Total = 0  # steps that verified drafts, counted per request
     spec_draft_tokens: Total = 0
     spec_accepted_tokens: Total = 0
-    spec_forced_tokens: Total = 0  # verified because a grammar forces them, and not among the draft tokens
+    spec_forced_tokens: Total = 0  # forced and verified as drafts, and not among the draft tokens
     spec_accepted_forced: Total = 0
     # Emitted tokens per target forward and request; exactly 1 without speculation and grammars.
     avg_spec_accept_length: Finite = 1.0

@@ -98,7 +98,7 @@ class RoleSwitch:
         return self._role
 
     def half(self, role: Role) -> HalfRole:
-        """Return what the half for `role` has for its role."""
+        """Return the current role of the half for `role`."""
         return HalfRole(self, role)
 
     def change(self, order: ChangeRole, now: float) -> str:

@@ -99,7 +99,8 @@ COUNTERS: dict[str, Counter] = {
         "Draft tokens accepted", lambda c: c.spec_accepted_tokens
     ),
     "tandem_forced_tokens": Counter(
-        "Tokens forced by grammars that were verified as drafts", lambda c: c.spec_forced_tokens
+        "Tokens forced by grammars and limits of reasoning that were verified as drafts",
+        lambda c: c.spec_forced_tokens,
     ),
     "tandem_accepted_forced_tokens": Counter("Forced tokens accepted", lambda c: c.spec_accepted_forced),
     "tandem_node_requests": Counter("Requests accepted", lambda c: c.requests),

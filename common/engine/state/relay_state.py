@@ -42,7 +42,7 @@ class SamplingRows:
     top_k: torch.Tensor  # int32, 0 = off
     min_p: torch.Tensor  # float32, 0 = off
     seed: torch.Tensor  # int64
-    # [rows, MAX_LOGPROB_IDS] int64: those that a request does not fill hold any tokens of the vocabulary
+    # [rows, MAX_LOGPROB_IDS] int64: entries that a request does not fill hold arbitrary tokens of the vocabulary
     logprob_ids: torch.Tensor
 
     def write(self, row: int, sampling: SamplingParams) -> None:
