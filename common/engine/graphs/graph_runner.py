@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -152,10 +153,10 @@ class GraphRunner(Generic[Batch, Output]):
         )
 
     def _recorded(self, key: GraphKey) -> Recording[Output]:
-        try:
+        # Not in a handler of the error, which would keep the memory of the first attempt.
+        with suppress(*COMPILE_ERRORS):
             return self.record(key)
-        except COMPILE_ERRORS:
-            return self.record(key)
+        return self.record(key)
 
     def record(self, key: GraphKey) -> Recording[Output]:
         """Capture a graph and return it; within `compiling_ahead` that compiles its kernels. Raises COMPILE_ERRORS.

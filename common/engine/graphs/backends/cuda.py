@@ -105,7 +105,8 @@ class CudaRecorder:
         if graph is not None:
             with suppress(RuntimeError):  # the capture has already failed
                 graph.capture_end()
-            self._pool = torch.cuda.graph_pool_handle()  # the old one may still count as being captured into
+        # The old one may still count as being captured into, or have lost its last graph.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def handle(self, tensor: Tensor) -> Address:
         return Address.of(tensor)

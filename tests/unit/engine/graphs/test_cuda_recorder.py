@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -9,8 +11,11 @@ from common.engine.graphs.backends.cuda import CudaRecorder
 
 
 class FakeGraph:
-    def capture_begin(self, **_: object) -> None:
+    pools: ClassVar[list[object]] = []
+
+    def capture_begin(self, pool: object, **_: object) -> None:
         """Record nothing."""
+        self.pools.append(pool)
 
     def capture_end(self) -> None:
         """Record nothing."""
@@ -19,7 +24,8 @@ class FakeGraph:
         """Run nothing."""
 
 
-def test_the_first_graph_and_the_next_after_a_failure_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
     for name, fake in (
         ("graph_pool_handle", object),
         ("Stream", lambda device: None),
@@ -28,7 +34,11 @@ def test_the_first_graph_and_the_next_after_a_failure_are_warmed_up(monkeypatch:
         ("CUDAGraph", FakeGraph),
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
-    recorder = CudaRecorder(torch.device("cuda"))
+    monkeypatch.setattr(FakeGraph, "pools", [])
+    return CudaRecorder(torch.device("cuda"))
+
+
+def test_the_first_graph_and_the_next_after_a_failure_are_warmed_up(recorder: CudaRecorder) -> None:
     assert recorder.warm_ups == 2
     recorder.begin()
     recorder.abort()
@@ -39,3 +49,13 @@ def test_the_first_graph_and_the_next_after_a_failure_are_warmed_up(monkeypatch:
     recorder.begin()
     recorder.abort()
     assert recorder.warm_ups == 2
+
+
+def test_no_capture_follows_in_the_pool_of_one_that_failed(recorder: CudaRecorder) -> None:
+    """CUDA refuses a pool whose graphs are all gone, as are the segments before a break that has failed."""
+    recorder.begin()
+    recorder.end()
+    recorder.abort()
+    recorder.begin()
+    first, second = FakeGraph.pools
+    assert first is not second

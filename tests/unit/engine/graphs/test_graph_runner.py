@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,6 +204,21 @@ def test_a_capture_that_succeeds_at_the_second_attempt_costs_nothing() -> None:
     assert [row.error for row in made.rows] == ["", "", ""]
     assert made(batches([3])[0]).hidden.shape == (3, WIDTH)
     assert not made.counters.fallbacks
+
+
+def test_a_second_attempt_has_the_memory_of_the_first() -> None:
+    intermediate: list[weakref.ref[Tensor]] = []
+    held: list[bool] = []
+
+    def body(toy: Toy, inputs: Inputs) -> Tensor:
+        held.extend(each() is not None for each in intermediate)
+        rows = inputs["embeds"] + 1
+        intermediate.append(weakref.ref(rows))
+        raise CaptureError("no room")
+
+    runner(Toy(body))
+    assert held
+    assert not any(held)
 
 
 def test_programming_errors_in_capture_are_no_fallback() -> None:
