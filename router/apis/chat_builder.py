@@ -29,7 +29,9 @@ class ChatBuilder:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        # Field of the chat with an image -> the client's field. Messages are joined, so their numbers differ.
+        self._read_from: list[str] = []  # per message: the client's field with its beginning
+        self.reading = ""  # the client's field that the next pieces come from
+        # Messages of the chat and their images -> the client's fields. Messages are joined, so their numbers differ.
         self.places: dict[str, str] = {}
 
     @property
@@ -46,7 +48,7 @@ class ChatBuilder:
         elif role == "assistant":
             self._assistant().setdefault("content", []).extend(parts)
         else:
-            self._messages.append({"role": role, "content": list(parts)})
+            self._add({"role": role, "content": list(parts)})
 
     def add_reasoning(self, text: str) -> None:
         message = self._assistant()
@@ -60,13 +62,14 @@ class ChatBuilder:
 
     def add_result(self, identity: str, parts: Sequence[ChatPart]) -> None:
         """Add what a tool returned."""
-        self._messages.append({"role": "tool", "tool_call_id": identity, "content": list(parts)})
+        self._add({"role": "tool", "tool_call_id": identity, "content": list(parts)})
 
     def build(self, fields: dict[str, Any]) -> ChatRequest:
         """Return the request with these other fields; None leaves one out. Raises InvalidRequest."""
         given = {name: value for name, value in fields.items() if value is not None}
         messages = [_plain(message) for message in self._messages]
-        self.places = {
+        self.places = {f"messages[{index}]": field for index, field in enumerate(self._read_from)}
+        self.places |= {
             f"messages[{index}].content[{position}].image_url": part.pop(_WHERE)
             for index, message in enumerate(messages)
             if isinstance(message["content"], list)
@@ -83,8 +86,12 @@ class ChatBuilder:
         last = self._messages[-1] if self._messages else None
         if last is None or last["role"] != "assistant":
             last = {"role": "assistant"}
-            self._messages.append(last)
+            self._add(last)
         return last
+
+    def _add(self, message: dict[str, Any]) -> None:
+        self._messages.append(message)
+        self._read_from.append(self.reading)
 
 
 def required(value: str | None, where: str) -> str:

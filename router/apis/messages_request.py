@@ -170,9 +170,11 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
         raise InvalidRequest(f"the messages have {parts} blocks; the limit is {MAX_PARTS}", param="messages")
     chat = ChatBuilder()
     if request.system:
+        chat.reading = "system"
         chat.add_message("system", content_parts(request.system, "system"))
     for index, message in enumerate(request.messages):
-        _add_message(chat, message, f"messages[{index}]")
+        chat.reading = f"messages[{index}]"
+        _add_message(chat, message, chat.reading)
     if chat.ends_with_assistant:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     choice, output = request.tool_choice, request.output_config or OutputConfig()

@@ -187,13 +187,16 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
     top = check_logprobs(request.top_logprobs, "top_logprobs")
     chat = ChatBuilder()
     if request.instructions:
+        chat.reading = "instructions"
         chat.add_message("system", [text_part(request.instructions)])
+    chat.reading = "input"
     if isinstance(request.input, str):
         chat.add_message("user", [text_part(request.input)])
     else:
         _check_parts(request.input)
         for index, item in enumerate(request.input):
-            _add_item(chat, item, f"input[{index}]")
+            chat.reading = f"input[{index}]"
+            _add_item(chat, item, chat.reading)
     tools = chat_tools(request.tools or ())
     fields = {name: getattr(request, name) for name in SAME}
     fields |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,11 +14,14 @@ from router.apis.responses_request import read_responses
 from router.chat.call_formats import CALL_FORMATS
 from router.requests.chat_fields import AllowedTools, ChatToolChoice, ChosenFunction, ChosenTool
 from router.requests.openai_schema import ChatRequest
+from router.templates.chat_template import ChatTemplate
+from router.text.work import TextWork
 from router.tokens.tokenizer import Tokenizer
+from tests.fakes.text_workers import InProcess
 from tests.unit.router.apis import test_messages, test_responses
 from tests.unit.router.chat.test_chat_tools_http import STYLE, answers
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS
-from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
@@ -232,3 +236,48 @@ def test_only_results_of_tools_refer_to_tools(kind: str, content: list[Any]) -> 
     messages = [test_messages.USER, {"role": "assistant", "content": [block]}]
     body = {"max_tokens": 9, "messages": messages, "tools": DEFERRED}
     assert read_messages(msgspec.json.encode(body)).chat.tools is None
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
+CALL = {"type": "tool_use", "id": "d", "name": "search", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            test_messages.PATH,
+            {
+                "max_tokens": 9,
+                "system": "Be brief.",
+                "messages": [
+                    {"role": "user", "content": [RESULT, {"type": "text", "text": "And now?"}]},
+                    {"role": "assistant", "content": [CALL]},
+                ],
+            },
+            "messages[1].tool_calls",
+        ),
+        (
+            test_responses.PATH,
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"role": "user", "content": "Hello"},
+                    {"type": "function_call", "call_id": "d", "name": "search", "arguments": "{}"},
+                ],
+            },
+            "input[1].tool_calls",
+        ),
+    ],
+)
+async def test_refusals_of_messages_have_the_index_that_the_client_knows(
+    serve: Serve, tokenizer: Tokenizer, tmp_path: Path, path: str, body: dict[str, Any], param: str
+) -> None:
+    """A message of the system and results of tools make more messages of the chat than the client sent."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    rig = await serve(workers=InProcess(TextWork(tokenizer, ChatTemplate(TINY, template))))
+    for route in (path, path + ("/count_tokens" if path == test_messages.PATH else "/input_tokens")):
+        status, answer, _ = await rig.post(route, body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert answer["error"]["message"].startswith(param.split(".")[0] + ": the chat template prints no")
