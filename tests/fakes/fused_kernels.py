@@ -24,12 +24,14 @@ def compare_attention(
     heads: tuple[int, int],
     norm: bool,
     window: int | None,
+    tokens: tuple[int, int] = (70, 5),
 ) -> None:
     """Attend three requests, one of them padding, over pages without the new tokens.
 
     Args:
         dims: of a head, and those that are rotated.
         heads: of queries and of keys.
+        tokens: of the first and the last request.
     """
     (dim, turned), (queries, keys) = dims, heads
 
@@ -42,8 +44,9 @@ def compare_attention(
     for plane in planes:
         plane[0] = 0.0
     table = torch.arange(1, 58, dtype=torch.int32, device=device).view(3, 19)
-    lengths = torch.tensor([70, 0, 5], dtype=torch.int32, device=device)
-    slots = torch.stack((table[0, 17] * 4 + 1, torch.zeros_like(table[0, 0]), table[2, 1] * 4)).long()
+    lengths = torch.tensor([tokens[0], 0, tokens[1]], dtype=torch.int32, device=device)
+    last = (lengths - 1).clamp(min=0).long()[:, None]
+    slots = torch.where(lengths > 0, (table.gather(1, last // 4) * 4 + last % 4)[:, 0], 0)
     expected_planes, rotated = (planes[0].clone(), planes[1].clone()), qkv.clone()
     rotary_kv_write_reference(rotated, cos, sin, *weights, 1e-6, *expected_planes, slots)
     expected = decode_reference(rotated[:, :queries], *expected_planes, table, lengths, 76, window, 0.2)

@@ -31,6 +31,13 @@ def test_attention(
     compare_attention(CPU, dtype, dims, heads, norm, window)
 
 
+@pytest.mark.parametrize("window", [None, 17, 1])
+@pytest.mark.parametrize("tokens", [(33, 1), (32, 2), (17, 16), (76, 75)])
+def test_the_new_key_may_be_anywhere_in_its_part(tokens: tuple[int, int], window: int | None) -> None:
+    """Parts of 16 or 32 keys, of which the new key may be the only one."""
+    compare_attention(CPU, torch.float32, (16, 16), (4, 2), False, window, tokens)
+
+
 @pytest.mark.parametrize(
     ("tokens", "counts", "gated", "sizes", "rule"),
     [
