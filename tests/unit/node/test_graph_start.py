@@ -164,7 +164,10 @@ def test_a_failed_graph_is_reported_with_its_reason(
 ) -> None:
     """The reason appears in the log at once, in the table and in /server_info, for each shape."""
     begin, begun = TapeRecorder.begin, count()
-    monkeypatch.setattr(TapeRecorder, "begin", lambda self: _full() if next(begun) in (1, 2) else begin(self))
+    failing = range(1, 5)  # two attempts at each of two shapes
+    monkeypatch.setattr(
+        TapeRecorder, "begin", lambda self: _full() if next(begun) in failing else begin(self)
+    )
     graphs = build()
     with caplog.at_level("INFO", "tandem.test"):
         graph_start.capture(served(TOKENS), graphs, Log("test"))
