@@ -67,7 +67,7 @@ class Report:
             retracted=len(queues.retracted),
             transferring=len(queues.transferring) + len(queues.arrived),
             free_pages=self._space.free_pages,
-            cached_pages=self._space.cache.cached_pages,
+            cached_pages=self._space.cache.evictable_pages,
             quarantined_pages=self._receiver.quarantined_pages,
             total_pages=self._space.total_pages,
         )

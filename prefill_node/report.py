@@ -54,7 +54,7 @@ class Report:
             running=len(computing),
             transferring=len(queues.handing_over) + len(queues.ending),
             free_pages=self._space.free_pages,
-            cached_pages=self._space.cache.cached_pages,
+            cached_pages=self._space.cache.evictable_pages,
             total_pages=self._space.total_pages,
         )
         return self._host().in_load(load)

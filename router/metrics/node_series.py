@@ -61,7 +61,7 @@ GAUGES: dict[str, Gauge] = {
         PREFILL,
     ),
     "tandem_free_pages": Gauge("Free KV pages", lambda load: load.free_pages),
-    "tandem_cached_pages": Gauge("KV pages owned by the prefix cache", lambda load: load.cached_pages),
+    "tandem_cached_pages": Gauge("KV pages that only the prefix cache holds", lambda load: load.cached_pages),
     "tandem_quarantined_pages": Gauge(
         "KV pages that a peer may still write", lambda load: load.quarantined_pages
     ),
