@@ -73,7 +73,8 @@ def started(tmp_path: Path) -> Iterator[Started]:
     made.group.close()
 
 
-def test_ranks_start_serve_and_end_together(started: Started) -> None:
+def test_ranks_start_serve_and_end_together(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.node.ranks.group.END_SECONDS", PATIENCE)
     started.serve()
     assert started.reports[-1] == ("loading", 11, 30)
     given = (started.directory / "given-2").read_text()
