@@ -200,8 +200,8 @@ class RateLimited(RequestError):
     code = "rate_limit_exceeded"
     type = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
         self.retry_after = retry_after
 
 

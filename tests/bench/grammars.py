@@ -165,6 +165,7 @@ class Constrained:
         for request in requests:
             request.sampling = replace(request.sampling, grammar=self._grammar)
             request.matcher = self._compiler.matcher(self._grammar)
+            request.masked = True
 
     def run(self, requests: Sequence[DecodeRequest], count: int) -> Times:
         times = Times()
