@@ -363,6 +363,7 @@ def test_sections_of_a_text_only_model_are_refused(rope: dict[str, Any], tmp_pat
         "architectures": ["Qwen2ForCausalLM"],
         "hidden_size": 48,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "num_hidden_layers": 1,
     }
     rest = {"max_position_embeddings": 64, "vocab_size": 9, "intermediate_size": 8, "dtype": "float32"}
