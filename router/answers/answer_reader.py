@@ -104,6 +104,7 @@ class ChoiceReader:
             text.finish_reason,
             text.completion_tokens,
             stop_reason=text.stop_reason,
+            matched_stop=text.matched_stop,
         )
 
 

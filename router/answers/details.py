@@ -107,7 +107,12 @@ class FormWithDetails:
     def _last_state(self, piece: AnswerPiece, states: AnswerStates, last: dict[str, Any]) -> bytes:
         """Return the event with a choice's hidden states. `last`: its event before."""
         found = states.last(self._tokens[piece.index])
-        shown: dict[str, Any] = {"text": "", "hidden_states": found, "stop_reason": None}
+        shown: dict[str, Any] = {
+            "text": "",
+            "hidden_states": found,
+            "stop_reason": None,
+            "matched_stop": None,
+        }
         if self._chat:
             shown = {"delta": {"hidden_states": found}}
         choice = {"index": piece.index, **shown, "logprobs": None, "finish_reason": None}

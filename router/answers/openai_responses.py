@@ -58,7 +58,8 @@ class AnswerPiece(msgspec.Struct):
     finish_reason: str | None
     completion_tokens: int = 0  # of this choice, up to the end of this piece
     cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
-    # In the last piece: the stop string, or the id in the client's stop_token_ids, that has ended the text.
+    # In the last piece: what has ended the text, a stop string or a token id. See TextStream.
+    matched_stop: str | int | None = None
     stop_reason: str | int | None = None
     # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
@@ -278,20 +279,18 @@ class CompletionFormat(Format):
             before = self._before.get(piece.index)
             if before is None:
                 before = self._before[piece.index] = b'%b{"index":%d,"text":' % (self._open, piece.index)
-            return b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b}\n\n' % (
-                before,
-                _encode(piece.text),
-                usage,
-            )
+            return (
+                b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null,"matched_stop":null}]%b}\n\n'
+            ) % (before, _encode(piece.text), usage)
         listed = self._listed([piece])
         if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
             return b""
-        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}' % (
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
             piece.index,
             _encode(piece.text),
             b"null" if listed is None else _encode(listed),
             _encode(piece.finish_reason),
-            _encode(piece.stop_reason),
+            end_members(piece),
         )
         return self._event(choice, usage)
 
@@ -347,5 +346,9 @@ def chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> by
 
 def last_chunk(piece: AnswerPiece, finish_reason: str) -> bytes:
     """Return the chunk that ends a choice. As in vLLM, only this one of a chat has the `stop_reason`."""
-    ended = chunk(piece.index, b"{}", b"null", _encode(finish_reason))
-    return ended[:-1] + b',"stop_reason":' + _encode(piece.stop_reason) + b"}"
+    return chunk(piece.index, b"{}", b"null", _encode(finish_reason))[:-1] + end_members(piece) + b"}"
+
+
+def end_members(piece: AnswerPiece) -> bytes:
+    """Return the members of a choice that follow its `finish_reason`: vLLM's and SGLang's name for what ended it."""
+    return b',"stop_reason":%b,"matched_stop":%b' % (_encode(piece.stop_reason), _encode(piece.matched_stop))

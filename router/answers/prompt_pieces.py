@@ -33,6 +33,7 @@ class PromptOnly:
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.matched_stop: str | int | None = None
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.answers.openai_responses import AnswerPiece, Format, Usage
+from router.answers.openai_responses import AnswerPiece, Format, Usage, end_members
 
 _NO_LISTS = (b"null",)
 LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
@@ -44,8 +44,7 @@ class WholeChoice:
         self._index = index
         self._texts: list[str] = []
         self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns) if form.columns else ()
-        self._finish_reason: str | None = None
-        self._stop_reason: str | int | None = None
+        self._last: AnswerPiece | None = None
 
     def add(self, piece: AnswerPiece) -> None:
         self._texts.append(self._form.text_of(piece))
@@ -53,7 +52,7 @@ class WholeChoice:
             for column, fragment in zip(self._columns, self._form.fragments(piece), strict=True):
                 if fragment:
                     column.append(fragment)
-        self._finish_reason, self._stop_reason = piece.finish_reason, piece.stop_reason
+        self._last = piece
 
     @property
     def characters(self) -> int:
@@ -62,16 +61,16 @@ class WholeChoice:
 
     def parts(self) -> list[bytes]:
         """Return the choice as JSON. Nothing may be added afterwards."""
-        form = self._form
+        form, last = self._form, self._last
+        assert last is not None
         return [
             form.before_text(self._index),
             form.encoded_text(self._index, "".join(self._texts)),
             form.end_of_message(self._index),
             *(_object(form.columns, self._columns, form.constant_columns) if self._columns else _NO_LISTS),
             b',"finish_reason":',
-            _encode(form.finish_reason(self._index, self._finish_reason)),
-            b',"stop_reason":',
-            _encode(self._stop_reason),
+            _encode(form.finish_reason(self._index, last.finish_reason)),
+            end_members(last),
             b"}",
         ]
 

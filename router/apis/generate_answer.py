@@ -222,8 +222,7 @@ class GenerateForm:
 
 def _finish(piece: AnswerPiece, choice: _Choice) -> dict[str, Any]:
     if piece.finish_reason == FINISH_STOP:
-        last = choice.ids[-1] if choice.ids else None
-        return {"type": FINISH_STOP, "matched": last if piece.stop_reason is None else piece.stop_reason}
+        return {"type": FINISH_STOP, "matched": piece.matched_stop}
     if piece.finish_reason == FINISH_LENGTH:
         return {"type": FINISH_LENGTH, "length": len(choice.ids)}
     return {"type": piece.finish_reason, "message": "the client aborted the request"}

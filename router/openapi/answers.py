@@ -65,6 +65,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None
+    matched_stop: str | int | None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +89,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[str, Any] | None
     finish_reason: str
     stop_reason: str | int | None
+    matched_stop: str | int | None
 
 
 class TextCompletion(Answer, frozen=True, kw_only=True):

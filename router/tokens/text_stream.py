@@ -43,7 +43,9 @@ class TextStream:
         # for the last push, per counted token: characters of the answer that precede it
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None  # what has ended the text: a stop string or a reported id
+        # What has ended the text: a stop string or a token id. `stop_reason` leaves out ids that are not reported.
+        self.matched_stop: str | int | None = None
+        self.stop_reason: str | int | None = None
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None
@@ -73,8 +75,9 @@ class TextStream:
             if self.finish_reason is None:
                 text += self._stops.flush() if self._stops else ""
                 self.finish_reason = finish_reason
-                if finish_reason == FINISH_STOP and tokens and tokens[-1].id in self._reported_ids:
-                    self.stop_reason = tokens[-1].id
+                if finish_reason == FINISH_STOP and tokens:
+                    self.matched_stop = tokens[-1].id
+                    self.stop_reason = self.matched_stop if self.matched_stop in self._reported_ids else None
         return text, tokens
 
     def _is_silent_stop(self, token: int) -> bool:
@@ -87,5 +90,6 @@ class TextStream:
             return piece
         text = self._stops.push(piece, armed=self.completion_tokens > self._min_tokens)
         if self._stops.matched is not None:
-            self.finish_reason, self.stop_reason = FINISH_STOP, self._stops.matched
+            self.finish_reason = FINISH_STOP
+            self.stop_reason = self.matched_stop = self._stops.matched
         return text

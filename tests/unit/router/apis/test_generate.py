@@ -199,7 +199,7 @@ async def test_log_probabilities(rig: Rig) -> None:
     ("stop", "steps", "finish"),
     [
         ([], [delta([331, 2], "stop", 0)], {"type": "stop", "matched": 2}),
-        ([], [delta([331], None, 0), delta([2]), delta([], "stop")], {"type": "stop", "matched": 2}),
+        ([], [delta([331], None, 0), delta([2], "stop")], {"type": "stop", "matched": 2}),
         (["$"], [delta([331], None, 0), delta([10], None), 60.0], {"type": "stop", "matched": "$"}),
         ([], [delta([331], None, 0), delta([], "abort")], {"type": "abort"}),
     ],

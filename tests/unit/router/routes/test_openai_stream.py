@@ -46,7 +46,7 @@ async def test_chat_bytes(rig: Rig) -> None:
         head + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
         + head + '{"content":"a"},"logprobs":null,"finish_reason":null}]}\n\n'
         + head + '{"content":"\\""},"logprobs":null,"finish_reason":null}]}\n\n'
-        + head + '{},"logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
+        + head + '{},"logprobs":null,"finish_reason":"stop","stop_reason":null,"matched_stop":2}]}\n\n'
         + "data: [DONE]\n\n"
     )  # fmt: skip
 
@@ -64,8 +64,10 @@ async def test_completion_bytes(rig: Rig) -> None:
     )
     prompt, said = len(request.token_ids), len(ids) + 1
     assert raw.decode() == (
-        head + '{"index":0,"text":"ab","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
-        + head + '{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":null}\n\n'
+        head + '{"index":0,"text":"ab","logprobs":null,"finish_reason":null,"stop_reason":null,"matched_stop":null}],'
+        '"usage":null}\n\n'
+        + head + '{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":null,"matched_stop":2}],'
+        '"usage":null}\n\n'
         + head + f'],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{said},"total_tokens":{prompt + said},'
         '"prompt_tokens_details":{"cached_tokens":2}}}\n\n'
         + "data: [DONE]\n\n"
