@@ -37,6 +37,12 @@ class Heartbeats:
         return True
 
     def must_announce(self, seconds: float) -> bool:
-        """Note that the loop will be busy for `seconds`; return whether peers must be notified first."""
-        before, self._busy_until = self._busy_until, max(self._busy_until, self.clock() + seconds)
-        return seconds >= MIN_ANNOUNCED_SECONDS and self._busy_until - before >= MIN_ANNOUNCED_SECONDS
+        """Note that the loop may be busy for `seconds` from now on; return whether peers must be notified first.
+
+        It replaces what was noted before: of a launch that ended early, nothing is left. Less than
+        MIN_ANNOUNCED_SECONDS counts as nothing, because no peer would miss a heartbeat.
+        """
+        now = self.clock()
+        known = max(self._busy_until, now)
+        self._busy_until = now + seconds if seconds >= MIN_ANNOUNCED_SECONDS else now
+        return self._busy_until - known >= MIN_ANNOUNCED_SECONDS

@@ -87,8 +87,7 @@ class Inbound:
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; pages below it have landed or were held
-    # Time of the latest progress or heartbeat, or the end of the work that its sender has announced, if that is later;
-    # in quarantine, time of the latest AbortTransfer.
+    # Time of the latest progress or heartbeat; in quarantine, of the latest AbortTransfer.
     moved_at: float = 0.0
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
@@ -118,7 +117,7 @@ class Inbound:
             return
         if message.first > self.next_page:
             counters.gaps += 1  # a frame was lost; the checksums decide at the end
-        self.next_page, self.moved_at = end, max(now, self.link.busy_until)
+        self.next_page, self.moved_at = end, now
         self.go(ReceiveState.RECEIVING)
 
     def slots(self, now: float) -> Slots:
@@ -134,10 +133,13 @@ class Inbound:
         return AbortTransfer(self.room, self.generation, code[:64], reason[:4096])
 
     def overdue(self, now: float, limits: TransferLimits) -> tuple[str, str, str] | None:
-        """Return (cause, code, reason) if the room has waited too long since its latest progress, else None."""
+        """Return (cause, code, reason) if the room has waited too long, else None.
+
+        It waits since its latest progress, but not while its sender does work that it has announced.
+        """
         if self.deadline is not None and now >= self.deadline:
             return "deadline", DeadlineExceeded.code, "the request's deadline passed before its KV arrived"
-        waited = now - self.moved_at
+        waited = now - max(self.moved_at, self.link.busy_until)
         if self.state is ReceiveState.AWAITING and waited >= limits.first_page_timeout:
             reason = f"no page came from the prefill node within {limits.first_page_timeout:g} s"
             return "first_page", TransferFailed.code, reason

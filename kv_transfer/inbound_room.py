@@ -144,7 +144,7 @@ class InboundRooms:
             slot, held_pages = self.free_record_slots.pop(), whole.held_pages
             part = Inbound(whole.room, self._generation, link, whole.pages, held_pages, slot, whole.deadline)
             part.state_slot, part.next_page = whole.state_slot, held_pages
-            part.moved_at = max(now, link.busy_until)
+            part.moved_at = now
             whole.parts.append(part)
 
     def release_memory(self, whole: InboundRoom) -> None:

@@ -57,7 +57,10 @@ class Outbound:
     endpoint: SenderEndpoint
     limits: TransferLimits
     counters: SenderCounters
-    expected_at: float
+    expected_at: float  # when its prompt arrived
+    # Start of the wait for slots: the same time, or that of the latest Queued, or the end of the work that the decode
+    # node has announced, whichever is last.
+    waits_since: float
     deadline: float | None
     decode: str = ""  # incarnation that may grant; "" for any
     state: SendState = SendState.EXPECTED
@@ -91,7 +94,7 @@ class Outbound:
         """Time at which it has waited for too long, if nothing happens before."""
         until = float("inf") if self.deadline is None else self.deadline
         if self.state is SendState.EXPECTED:
-            until = min(until, self.expected_at + self.limits.slots_timeout)
+            until = min(until, self.waits_since + self.limits.slots_timeout)
         return until
 
     @property
@@ -291,7 +294,7 @@ class Outbound:
     def _check_time(self, now: float) -> None:
         if self.deadline is not None and now >= self.deadline:
             self.give_up(DeadlineExceeded.code, "the request's deadline passed before its KV was handed over")
-        elif self.state is SendState.EXPECTED and now - self.expected_at >= self.limits.slots_timeout:
+        elif self.state is SendState.EXPECTED and now - self.waits_since >= self.limits.slots_timeout:
             self.counters.ungranted += 1
             self.give_up(
                 TransferFailed.code,

@@ -385,7 +385,7 @@ class Receiver:
             self._fail(inbound, TransferFailed.code, missing)
             return
         inbound.go(ReceiveState.AWAITING)
-        inbound.moved_at = max(self._clock(), inbound.link.busy_until)
+        inbound.moved_at = self._clock()
         self._endpoint.announce(inbound.window)
         self._notify(inbound.link, inbound.slots(self._clock()))
 

@@ -50,8 +50,9 @@ class ReceiverHeartbeats(Heartbeats):
 
     def handle(self, link: Link, working: Working) -> None:
         """Process the message of a prefill node that names rooms it works on, or says that it will be busy."""
-        link.busy_until = self.clock() + working.busy_ms / 1000
+        now = self.clock()
+        link.busy_until = now + working.busy_ms / 1000
         named = set(working.rooms)
         for inbound in self._rooms.parts(link):
-            if inbound.active and (inbound.room in named or working.busy_ms):
-                inbound.moved_at = max(inbound.moved_at, link.busy_until)
+            if inbound.active and inbound.room in named:
+                inbound.moved_at = now

@@ -116,8 +116,9 @@ class Sender:
 
     def _part(self, room: int, deadline: float | None, decode: str) -> Outbound:
         peer = self.peers.find(decode)
-        since = self._clock() if peer is None else max(self._clock(), peer.busy_until)
-        return Outbound(room, self.endpoint, self._limits, self.counters, since, deadline, decode)
+        now = self._clock()
+        since = now if peer is None else max(now, peer.busy_until)
+        return Outbound(room, self.endpoint, self._limits, self.counters, now, since, deadline, decode)
 
     def slots(self, room: int) -> GrantedSlots | None:
         """Return the grant; None while a decode rank has not granted, and for a lost room."""

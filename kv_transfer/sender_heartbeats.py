@@ -59,7 +59,7 @@ class SenderHeartbeats(Heartbeats):
         named = set(queued.rooms)
         for outbound in self._parts():
             if outbound.decode == peer.incarnation and (outbound.room in named or queued.busy_ms):
-                outbound.expected_at = max(outbound.expected_at, peer.busy_until)
+                outbound.waits_since = max(outbound.waits_since, peer.busy_until)
 
     def _parts(self) -> Iterator[Outbound]:
         return (part for room in self._rooms.values() for part in room.parts)

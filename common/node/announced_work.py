@@ -83,7 +83,7 @@ class Announcer(Protocol[Plan_contra]):
         ...
 
     def end(self) -> None:
-        """Note that the results of the oldest launch have been read."""
+        """Note that the results of the oldest launch have been read; after the last one nothing is announced."""
         ...
 
 
@@ -140,3 +140,5 @@ class AnnouncedWork(Generic[Plan]):
     def end(self) -> None:
         begun = self._in_flight.popleft()
         self._times.record(begun.work, self._clock() - begun.at)
+        if not self._in_flight:
+            self._announce(0.0)

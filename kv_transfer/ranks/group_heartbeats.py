@@ -16,9 +16,13 @@ class GroupHeartbeats:
     ) -> None:
         """`announce` reaches the peers of rank 0, `command_ranks` the other ranks."""
         self._announce = announce
+        self._ranks_know = 0.0  # seconds of the latest work that they were told of
         self._command_ranks = command_ranks
 
     def announce(self, seconds: float) -> None:
         self._announce(seconds)
-        if seconds >= MIN_ANNOUNCED_SECONDS:  # peers are told of nothing shorter
-            self._command_ranks(AnnounceWork(seconds))
+        # Less than this counts as nothing.
+        known = seconds if seconds >= MIN_ANNOUNCED_SECONDS else 0.0
+        if known or self._ranks_know:
+            self._command_ranks(AnnounceWork(known))
+        self._ranks_know = known

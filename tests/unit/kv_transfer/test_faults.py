@@ -682,6 +682,33 @@ def test_pages_that_land_do_not_shorten_the_announced_time() -> None:
     assert "no progress" in failed.reason
 
 
+def test_work_that_ends_early_delays_no_deadline() -> None:
+    """The first launch of a node is announced with a minute or more, and may take a tenth of a second."""
+    rig = Rig()
+    rig.begin(1)
+    rig.clock.now += 1
+    rig.sender.heartbeats.announce(5 * LIMITS.first_page_timeout)
+    rig.clock.now += 1
+    rig.sender.heartbeats.announce(0.0)
+    rig.prefill.poll()
+    rig.decode.pump()
+    del rig.sender.rooms[1]  # a bug: nobody will ever write these pages
+    rig.clock.now += LIMITS.first_page_timeout
+    assert isinstance(rig.decode.poll()[0], RoomFailed)
+
+
+def test_a_prompt_is_named_however_often_its_decode_node_announces_work() -> None:
+    rig = Rig()
+    rig.receiver.open(1, (rig.prefill.incarnation,), [4, 5], 0)
+    rig.sender.expect(1, decodes=(rig.decode.incarnation,))
+    for _ in range(8):
+        rig.clock.now += LIMITS.first_page_timeout / 4
+        rig.receiver.heartbeats.announce(LIMITS.first_page_timeout)
+        rig.receiver.heartbeats.send_due([(rig.prefill.incarnation, 9)])
+        rig.prefill.poll()
+        assert rig.decode.poll() == []
+
+
 def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     rig = Rig()
     rig.begin(9)

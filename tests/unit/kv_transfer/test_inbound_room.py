@@ -20,8 +20,8 @@ def rooms(num_slots: int = SLOTS) -> InboundRooms:
     return InboundRooms(layout, RECORDS)
 
 
-def link(rank: int = 0, busy_until: float = 0.0) -> Link:
-    return Link(f"{rank:032x}", lambda frame: None, 0.0, ranks=(rank, 2), busy_until=busy_until)
+def link(rank: int = 0) -> Link:
+    return Link(f"{rank:032x}", lambda frame: None, 0.0, ranks=(rank, 2))
 
 
 def opened(made: InboundRooms, room: int, pages: list[int], state_slot: int = 0, *links: Link) -> InboundRoom:
@@ -77,11 +77,6 @@ def test_each_part_has_a_record_slot_and_a_generation_of_its_own() -> None:
         made.release_memory(each)
         made.remove(each)
     assert made.holds_nothing
-
-
-def test_the_wait_for_a_busy_node_begins_when_it_is_expected_back() -> None:
-    whole = opened(rooms(num_slots=0), 1, [1], 0, link(0), link(1, busy_until=25.0))
-    assert [part.moved_at for part in whole.parts] == [10.0, 25.0]
 
 
 def test_the_record_is_that_of_the_first_rank_whatever_came_first() -> None:

@@ -326,6 +326,9 @@ def test_announced_work_reaches_the_peers_of_all_ranks(nodes: Nodes) -> None:
     assert {link.busy_until for link in links} == {now + 30.0}
     peers = [peer for rank in nodes.prefill.ranks for peer in rank.sender.peers.all()]
     assert {peer.busy_until for peer in peers} == {now + 20.0}
+    nodes.prefill.node.heartbeats.announce(0.0)  # it has ended early
+    nodes.turns(4)
+    assert {rank.sender.heartbeats.busy_ms for rank in nodes.prefill.ranks} == {0}
 
 
 def test_work_that_no_peer_hears_of_costs_no_command_to_the_ranks() -> None:

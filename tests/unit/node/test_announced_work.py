@@ -142,6 +142,17 @@ def test_launches_and_results_are_announced_before_they_take_time(
     assert rig.results == 30
 
 
+def test_nothing_is_announced_once_all_results_are_read() -> None:
+    announced: list[float] = []
+    work = AnnouncedWork(announced.append, plain, Clock())
+    work.begin(64)
+    work.begin(64)
+    work.end()
+    assert 0.0 not in announced
+    work.end()
+    assert announced[-1] == 0.0
+
+
 def test_a_launch_that_blocks_is_late_within_seconds() -> None:
     rig = Rig(Immediate, seconds=0.01)
     rig.plans = [64] * 20
