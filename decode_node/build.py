@@ -27,8 +27,8 @@ from common.kv_events.publisher import kv_events_of
 from common.kv_events.wire import CPU
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
-from common.node.announced_work import COMPILE_SECONDS
 from common.node.host_share import HostShare
+from common.node.late_compilations import report_late_compilations
 from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import begin_ranks
 from common.node.ranks.group import RankGroup
@@ -176,10 +176,6 @@ def _build(
         ],
         close_source=places.close,
     )
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: routers.announce(COMPILE_SECONDS),
-    )
     peers = PeerConnections(context, name, incarnation, receiver, poller, end.security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     bounds = DecodeLimits(
@@ -209,6 +205,7 @@ def _build(
         wrap,
         grammars_for(resolved.model_path, served.config, log),
     )
+    report_late_compilations(log, assembly.node.announce)
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
     return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, observation, ranks, watched, host)

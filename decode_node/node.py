@@ -102,13 +102,14 @@ class DecodeNode:
             self._idle,
             self.life.stopping,
             self._watch,
-            AnnouncedWork(self._announce, self._planner.work, self._clock),
+            AnnouncedWork(self.announce, self._planner.work, self._clock),
         )
 
     def run(self) -> None:
         self.life.run(self.loop.run)
 
-    def _announce(self, seconds: float) -> None:
+    def announce(self, seconds: float) -> None:
+        """Tell routers and peers that the main loop, whose thread calls this, may not turn for `seconds`."""
         self._routers.announce(seconds)
         self._receiver.heartbeats.announce(seconds)
 
@@ -150,7 +151,7 @@ class DecodeNode:
         self._planner.launched(planned)
         if planned.plan.masked:
             generation, batch = planned.plan.generation, planned.batch
-            self._announce(SLOWEST_MASK * self._planner.most_masks(planned))
+            self.announce(SLOWEST_MASK * self._planner.most_masks(planned))
             # Computed while the forward runs.
             self._worker.draw(step_masks(generation, batch, self._worker.trees(), self._limits.vocab_size))
             self._fail_all(failed_grammars(batch))

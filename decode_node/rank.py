@@ -11,7 +11,6 @@ import msgspec
 import zmq
 
 from common.config.resolve_node import node_plan
-from common.engine.ops.triton_kernel import report_compilations
 from common.grammar.model_tokenizer import has_tokenizer
 from common.messages.identity import rank_incarnation
 from common.node.host_share import HostShare
@@ -78,10 +77,6 @@ def build(member: Member, log: Log) -> BuiltRank:
     loaded.capture(forwards, log)
     share = host_share(cluster.decode.host_mib << 20, forwards, member.exchange)
     rank_reports(loaded.served, plan.devices[rank], member.exchange)
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: None,
-    )
     poller = zmq.Poller()
     incarnation = rank_incarnation(start.incarnation, rank)
     peers = PeerConnections(end.context, start.name, incarnation, receiver, poller, end.security)

@@ -38,7 +38,7 @@ from common.messages.identity import (
     new_incarnation,
     rank_incarnation,
 )
-from common.node.announced_work import COMPILE_SECONDS
+from common.node.late_compilations import report_late_compilations
 from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import begin_ranks
 from common.node.ranks.group import RankGroup
@@ -212,10 +212,6 @@ def _build(
         close_source=places.close,
     )
     events = event_log(event_directory(resolved), name, incarnation, log)
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: routers.announce(COMPILE_SECONDS),
-    )
     bounds = PrefillLimits(
         chunk_tokens=loaded.sizes.chunk_tokens,
         grid=loaded.grid,
@@ -238,6 +234,7 @@ def _build(
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )
+    report_late_compilations(log, assembly.node.announce)
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
     return BuiltPrefillNode(

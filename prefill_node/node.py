@@ -104,14 +104,15 @@ class PrefillNode:
             self._idle,
             self.life.stopping,
             self._watch,
-            AnnouncedWork(self._announce, self._planner.work, self._clock),
+            AnnouncedWork(self.announce, self._planner.work, self._clock),
             self._end_turn,
         )
 
     def run(self) -> None:
         self.life.run(self.loop.run)
 
-    def _announce(self, seconds: float) -> None:
+    def announce(self, seconds: float) -> None:
+        """Tell routers and peers that the main loop, whose thread calls this, may not turn for `seconds`."""
         self._routers.announce(seconds)
         self._sender.heartbeats.announce(seconds)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from common.config.resolve_node import node_plan
 from common.engine.collectives.group import CollectiveGroup
-from common.engine.ops.triton_kernel import report_compilations
 from common.kv_cache.host_plan import HostCopies
 from common.kv_cache.layer_kinds import state_grid
 from common.node.ranks.from_config import RankStart
@@ -88,10 +87,6 @@ def build(member: Member, log: Log) -> BuiltRank:
     host = _host_store(cluster.prefill.host_mib << 20, loaded.served, forwards, member)
     member.exchange(end.peers.address.encode())
     rank_reports(loaded.served, plan.device, member.exchange)
-    report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: None,
-    )
     listen = functools.partial(take_peer_frames, end.peers, end.sender)
     transfers = SenderRank(end.sender, listen, ByChunk(end.sender).send, member.commands, member.events)
     step = prompt_step(computation)

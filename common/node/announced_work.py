@@ -17,7 +17,6 @@ FACTOR = 4.0  # safety factor of an estimate
 FLOOR_SECONDS = 1.0  # minimum of every announcement
 FIRST_SECONDS = 60.0  # minimum before anything was measured
 SLOWEST_RATE = 8.0  # units per second assumed before anything was measured
-COMPILE_SECONDS = 60.0  # for a kernel that compiles while serving
 MAX_SECONDS = 600.0  # maximum of one launch
 KEPT = 0.9  # decay of the slowest launch of a size with each further one
 CONTEXT_TOKENS = 8192  # context whose attention may double the time of a token

@@ -7,10 +7,9 @@ import threading
 from dataclasses import replace
 
 from common.config import Resolved
-from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError
 from common.messages.identity import Role
-from common.node.announced_work import COMPILE_SECONDS
+from common.node.late_compilations import report_late_compilations
 from common.node.role_switch import RoleSwitch
 from common.node.serving_model import ServingModel
 from common.node.shared_parts import SharedParts
@@ -60,12 +59,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     if local_tokens:
         switch.local_peer = tokens.node.life.incarnation
 
-    def announce() -> None:
-        prompts.routers.announce(COMPILE_SECONDS)
-        tokens.routers.announce(COMPILE_SECONDS)
+    def announce(seconds: float) -> None:
+        # Only to routers: the sockets to peers belong to the thread of one half.
+        prompts.routers.announce(seconds)
+        tokens.routers.announce(seconds)
 
-    # Either half has set this for itself.
-    report_compilations(
-        lambda kernel, seconds: log.warning("kernel compiled late", kernel=kernel, seconds=seconds), announce
-    )
+    report_late_compilations(log, announce)  # either half has set this for itself
     return Halves(prompts, tokens, models[0].placement.device, log)

@@ -26,6 +26,7 @@ from common.engine.layers.ranks import DivideExperts
 from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError, ModelError, RankFailed
 from common.ipc.ring import Ring, RingReader, RingWriter
+from common.node.late_compilations import report_late_compilations
 from common.node.ranks.board import Board, BoardField
 from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.loop import Beat, RankLoop
@@ -168,6 +169,7 @@ def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) 
         gc.collect()
         gc.freeze()
         member.exchange(READY)
+    report_late_compilations(log)  # not announced: rank 0 compiles the same kernels, and announces it for all
     loop = RankLoop(
         member.plans,
         built.work,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.node import late_compilations
 from common.node.announced_work import (
     FACTOR,
     FIRST_SECONDS,
@@ -20,6 +21,7 @@ from common.node.announced_work import (
 )
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion, OverlapLoop
+from common.observability.logs import Log
 from tests.fakes.clock import Clock
 
 
@@ -151,6 +153,15 @@ def test_nothing_is_announced_once_all_results_are_read() -> None:
     assert 0.0 not in announced
     work.end()
     assert announced[-1] == 0.0
+
+
+def test_a_kernel_that_compiles_late_is_announced_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Callable[[], None]] = []
+    monkeypatch.setattr(late_compilations, "report_compilations", lambda report, begins: hooks.append(begins))
+    announced: list[float] = []
+    late_compilations.report_late_compilations(Log("test"), announced.append)
+    hooks[0]()
+    assert announced == [late_compilations.COMPILE_SECONDS]
 
 
 def test_a_launch_that_blocks_is_late_within_seconds() -> None:

@@ -71,6 +71,15 @@ def test_an_idle_node_looks_often_whether_a_write_has_ended(monkeypatch: pytest.
         cluster.settle()
 
 
+def test_both_nodes_announce_long_work_to_routers_and_to_each_other() -> None:
+    with NodeCluster() as cluster:
+        prefill, decode = cluster.prefill, cluster.decode
+        for side, heartbeats in ((prefill, prefill.sender.heartbeats), (decode, decode.receiver.heartbeats)):
+            side.node.announce(30.0)
+            assert side.link.announced == [30.0]
+            assert heartbeats.busy_ms == 30_000
+
+
 def test_prompts_are_taken_while_a_forward_runs() -> None:
     """The time since which a prompt waits begins with its message, not with the end of a forward."""
     with NodeCluster(Shape(completion=Watched)) as cluster:
