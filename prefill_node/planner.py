@@ -67,6 +67,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
         load=request.load,
         images=request.images,
         scored=scored,
+        logprob_ids=() if scored is None else request.sampling.logprob_ids,
         states=0 if first is None else max(end - max(chunk.start, first), 0),
         draw=_draw(request, adjusted) if end == request.num_tokens else None,
     )

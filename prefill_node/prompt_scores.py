@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed from the hidden states of a forward on its device.
 
 Row i of a prompt predicts token i + 1. Logits are computed for a bounded number of rows at a time, and only the values
-of the prompt's own tokens, their ranks and the likeliest tokens leave the device.
+of the prompt's own tokens, their ranks, the likeliest tokens and those that the request names leave the device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Scores:
     ranks: Tensor  # [R] int64: 1 for the likeliest token
     top_ids: Tensor  # [R, k] int64, likeliest first
     top_logprobs: Tensor  # [R, k] float32
+    chosen: Tensor  # [R, m] float32, of the tokens that the request names
 
     def read(self) -> list[PromptLogprob]:
-        columns = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        values, ranks, ids, tops = (column.tolist() for column in columns)
+        columns = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.chosen)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            PromptLogprob(value, rank, tuple(top_ids), tuple(top))
-            for value, rank, top_ids, top in zip(values, ranks, ids, tops, strict=True)
+            PromptLogprob(value, rank, tuple(ids), tuple(top), tuple(chosen))
+            for value, rank, ids, top, chosen in rows
         ]
 
 
@@ -61,18 +62,19 @@ class PromptScorer:
         if chunk.scored is None:
             return None
         tokens = np.frombuffer(chunk.ids, np.int64)[1 : chunk.length + 1]
-        (targets,) = send((tokens.copy(),), hidden.device)
+        named = np.asarray(chunk.logprob_ids, np.int64)
+        targets, ids = send((tokens.copy(), named), hidden.device)
+        # A prompt of one token has one block without rows.
         blocks = [
-            self._block(hidden[at : at + self._rows], targets[at : at + self._rows], chunk.scored)
-            for at in range(0, len(tokens), self._rows)
+            self._block(hidden[at : at + self._rows], targets[at : at + self._rows], chunk.scored, ids)
+            for at in range(0, max(len(tokens), 1), self._rows)
         ]
-        if not blocks:  # a prompt of one token
-            blocks = [self._block(hidden[:0], targets, chunk.scored)]
         return Scores(*(on_host(torch.cat(column)) for column in zip(*blocks, strict=True)))
 
-    def _block(self, hidden: Tensor, targets: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _block(self, hidden: Tensor, targets: Tensor, top: int, named: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of Scores. `targets`: [R]; `named`: [m]."""
         logprobs = self._compute_logits(hidden[: len(targets)]).log_softmax(-1).nan_to_num(nan=LOWEST)
         own = logprobs.gather(-1, targets[:, None])
         ranks = (logprobs > own).sum(-1) + 1
         values, ids = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
-        return own[:, 0], ranks, ids, values
+        return own[:, 0], ranks, ids, values, logprobs[:, named]

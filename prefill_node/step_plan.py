@@ -48,6 +48,7 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     load: HostCopy | None = None  # copied from host memory first: the last pages of `cached`, and the state
     images: tuple[ImageSpan, ...] = ()  # in the whole prompt; pixels and rows stay with the worker
     scored: int | None = None  # prompt_logprobs of the request
+    logprob_ids: tuple[int, ...] = ()  # those of the request, if it is scored
     states: int = 0  # how many of its last positions send their hidden states to the router
     draw: FirstDraw | None = None  # set only in the last chunk of a prompt
 

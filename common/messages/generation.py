@@ -119,7 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # None: none; n: the nodes send the hidden states of the positions n, n + 1, ... to the router.
     hidden_states_from: Count | None = None
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
-    # Tokens whose log-probabilities come with each drawn token; only with `logprobs`.
+    # Tokens whose log-probabilities come with each drawn token, and with each of the prompt that is scored; only with
+    # `logprobs`.
     logprob_ids: Annotated[tuple[TokenId, ...], LogprobIds] = ()
     # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
     grammar: Grammar = ""
@@ -167,6 +168,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]  # 1 for the likeliest token
     top_ids: Annotated[tuple[TokenId, ...], TopTokens] = ()
     top_logprobs: Annotated[tuple[Logprob, ...], TopTokens] = ()
+    chosen: Annotated[tuple[Logprob, ...], LogprobIds] = ()  # as in TokenLogprob
 
 
 class OutputToken(msgspec.Struct, frozen=True, array_like=True):

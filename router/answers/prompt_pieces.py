@@ -81,7 +81,9 @@ class ShownPrompt:
             own = scores[max(at - 1, 0) : end - 1]
             tokens: list[OutputToken] = []
             if self._echo:
-                shown = [TokenLogprob(each.logprob, each.top_ids, each.top_logprobs) for each in own]
+                shown = [
+                    TokenLogprob(each.logprob, each.top_ids, each.top_logprobs, each.chosen) for each in own
+                ]
                 named = [None, *shown] if at == 0 else shown
                 tokens = [OutputToken(*pair) for pair in zip(self._ids[at:end], named, strict=True)]
             yield PromptPiece(

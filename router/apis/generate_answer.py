@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
-from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, TokenLogprob
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
 from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
 from router.answers.prompt_pieces import PromptPiece
 from router.apis.generate_request import GenerateTask
@@ -26,6 +26,20 @@ GROWTH = 64
 _encode = msgspec.json.Encoder().encode
 
 
+class _Scores:
+    """Log-probabilities of consecutive tokens, as items of JSON lists."""
+
+    def __init__(self) -> None:
+        self.tokens: list[bytes] = []
+        self.tops: list[bytes] = []  # per token: the likeliest in its place
+        self.chosen: list[bytes] = []  # per token: those that the client names
+
+    def add(self, token: bytes, tops: bytes, chosen: bytes) -> None:
+        self.tokens.append(token)
+        self.tops.append(tops)
+        self.chosen.append(chosen)
+
+
 class _Choice:
     """One choice so far."""
 
@@ -34,11 +48,8 @@ class _Choice:
         self.cached_tokens = 0
         self.text: list[str] = []
         self.ids = array("i")
-        self.logprobs: list[bytes] = []  # items of JSON lists
-        self.tops: list[bytes] = []
-        self.chosen: list[bytes] = []
-        self.prompt_logprobs: list[bytes] = []
-        self.prompt_tops: list[bytes] = []
+        self.scores = _Scores()
+        self.prompt_scores = _Scores()
         self.prompt_seen = 0  # tokens of the prompt in earlier pieces
         self.finish: dict[str, Any] | None = None
         self.seconds = 0.0  # until its end
@@ -135,7 +146,7 @@ class GenerateForm:
         choice.ids.extend(token.id for token in piece.tokens)
         if self._logprobs:
             for token in piece.tokens:
-                self._add_logprobs(choice, token)
+                self._add_scores(choice.scores, token)
         if piece.finish_reason is not None:
             aborted = piece.finish_reason == FINISH_ABORT and not choice.ids
             choice.states = None if aborted else piece.states
@@ -151,25 +162,21 @@ class GenerateForm:
             if self._start is None or place < self._start:
                 continue
             if place == self._start:
-                choice.prompt_logprobs.append(_encode((None, token.id, self._text_of(token.id))))
-                choice.prompt_tops.append(b"null")
-            elif token.logprob is not None:
-                choice.prompt_logprobs.append(_encode(self._entry(token.logprob.logprob, token.id)))
-                choice.prompt_tops.append(self._listed_tops(token.logprob))
+                choice.prompt_scores.add(_encode((None, token.id, self._text_of(token.id))), b"null", b"null")
+            else:
+                self._add_scores(choice.prompt_scores, token)
 
-    def _add_logprobs(self, choice: _Choice, token: OutputToken) -> None:
+    def _add_scores(self, scores: _Scores, token: OutputToken) -> None:
         found = token.logprob
         if found is None:
             return
-        choice.logprobs.append(_encode(self._entry(found.logprob, token.id)))
-        choice.tops.append(self._listed_tops(found))
-        if self._chosen:
-            pairs = zip(self._chosen, found.chosen, strict=True)
-            choice.chosen.append(_encode([self._entry(value, each) for each, value in pairs]))
-
-    def _listed_tops(self, found: TokenLogprob) -> bytes:
-        top = [self._entry(value, each) for each, value in zip(found.top_ids, found.top_logprobs)]
-        return _encode(top[: self._top] if self._top else None)
+        tops = [self._entry(value, each) for each, value in zip(found.top_ids, found.top_logprobs)]
+        chosen = [self._entry(value, each) for each, value in zip(self._chosen, found.chosen, strict=True)]
+        scores.add(
+            _encode(self._entry(found.logprob, token.id)),
+            _encode(tops[: self._top] if self._top else None),
+            _encode(chosen),
+        )
 
     def _entry(self, logprob: float, token: int) -> tuple[float, int, str | None]:
         return max(LOWEST_LOGPROB, logprob), token, self._text_of(token)
@@ -200,24 +207,19 @@ class GenerateForm:
         ]
         if self._logprobs:
             # Events repeat what came before, so those of the prompt wait for the last one.
-            listed = choice.finish is not None
-            parts += [
-                b',"input_token_logprobs":[',
-                b",".join(choice.prompt_logprobs) if listed else b"",
-                b'],"input_top_logprobs":[',
-                b",".join(choice.prompt_tops) if listed else b"",
-                b'],"output_token_logprobs":[',
-                b",".join(choice.logprobs),
-                b'],"output_top_logprobs":[',
-                b",".join(choice.tops),
-                b"]",
-            ]
-            if self._chosen:
-                listed_chosen = b",".join(choice.chosen)
-                parts.append(
-                    b',"input_token_ids_logprobs":[],"output_token_ids_logprobs":[%b]' % listed_chosen
-                )
+            prompt = choice.prompt_scores if choice.finish is not None else _Scores()
+            for side, scores in (b"input", prompt), (b"output", choice.scores):
+                parts += _list(side + b"_token_logprobs", scores.tokens)
+                parts += _list(side + b"_top_logprobs", scores.tops)
+                if self._chosen:
+                    parts += _list(side + b"_token_ids_logprobs", scores.chosen)
+            parts.append(b',"output_token_logprobs_length":%d' % len(choice.scores.tokens))
         return [*parts, b"}}"]
+
+
+def _list(name: bytes, items: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Return a member of a JSON object that is a list of `items`."""
+    return b',"%b":[' % name, b",".join(items), b"]"
 
 
 def _finish(piece: AnswerPiece, choice: _Choice) -> dict[str, Any]:

@@ -243,11 +243,6 @@ def _first_scored(request: GenerateRequest) -> int | None:
         raise InvalidRequest("logprob_start_len must be at least -1", param="logprob_start_len")
     if not request.return_logprob:
         raise InvalidRequest("logprob_start_len needs return_logprob: true", param="logprob_start_len")
-    if request.token_ids_logprob:
-        raise InvalidRequest(
-            "token_ids_logprob lists log-probabilities of the answer only; leave it or logprob_start_len out",
-            param="token_ids_logprob",
-        )
     return start
 
 

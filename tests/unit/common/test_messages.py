@@ -106,7 +106,9 @@ FOR_ROUTER = [
         load=NodeLoad(queued=1, free_pages=2),
         counters=NodeCounters(requests=3, avg_spec_accept_length=2.5),
     ),
-    router_inbox.PromptScores(room=5, start=1, tokens=[PromptLogprob(-0.5, 3, (7, 8), (-0.1, -0.2))]),
+    router_inbox.PromptScores(
+        room=5, start=1, tokens=[PromptLogprob(-0.5, 3, (7, 8), (-0.1, -0.2), (-4.0,))]
+    ),
     router_inbox.HiddenStates(room=5, start=3, states=b"\0" * 8),
     router_inbox.FirstToken(room=5, token=TOKEN, finish_reason=None, cached_tokens=16),
     router_inbox.PrefillDone(room=5, stages={"queued": 0.25}),

@@ -13,6 +13,7 @@ from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import VOCAB, next_logits
 
 TOP = 3
+NAMED = (9, 4)  # tokens whose log-probabilities are wanted in each place
 
 
 def computed(cluster: NodeCluster, *calls: Call) -> dict[int, list[PromptLogprob]]:
@@ -43,6 +44,8 @@ def check(call: Call, scores: list[PromptLogprob], top: int) -> None:
         values, ids = logprobs.topk(top)
         assert list(score.top_ids) == ids.tolist()
         torch.testing.assert_close(torch.tensor(score.top_logprobs), values, rtol=1e-4, atol=1e-5)
+        named = logprobs[list(call.sampling.logprob_ids)]
+        torch.testing.assert_close(torch.tensor(score.chosen), named, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1 << 20])
@@ -51,8 +54,13 @@ def test_scores_equal_those_of_one_forward(rows: int, graphs: str, monkeypatch: 
     """Chunks of 8 tokens, logits of `rows` rows at a time, beside a prompt without scores."""
     monkeypatch.setattr(prompt_scores, "LOGITS", rows * VOCAB)
     with NodeCluster(Shape(chunk_tokens=8, prompt_graphs=graphs)) as cluster:
-        scored = [cluster.submit(prompt_of(n, n), 4, legs="p", prompt_logprobs=TOP) for n in (1, 2, 8, 21)]
-        other = cluster.submit(prompt_of(13, 5), 4, legs="p")
+        scored = [
+            cluster.submit(
+                prompt_of(n, n), 4, legs="p", prompt_logprobs=TOP, logprobs=0, logprob_ids=NAMED[: n % 3]
+            )
+            for n in (1, 2, 8, 21)
+        ]
+        other = cluster.submit(prompt_of(13, 5), 4, legs="p", logprobs=0, logprob_ids=NAMED)
         found = computed(cluster, *scored, other)
         for call in scored:
             check(call, found[call.room], TOP)

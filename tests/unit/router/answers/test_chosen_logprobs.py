@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.messages.generation import MAX_LOGPROB_IDS, OutputToken, TokenLogprob
+from common.messages.generation import MAX_LOGPROB_IDS, OutputToken, PromptLogprob, TokenLogprob
 from router.answers.openai_responses import LOWEST_LOGPROB
 from router.dispatch.generation import TokenDelta
 from router.tokens.tokenizer import Tokenizer
@@ -78,6 +78,17 @@ async def test_completions_list_them_by_their_text(rig: Rig, tokenizer: Tokenize
     ]
 
 
+async def test_an_echoed_prompt_lists_them_too(rig: Rig, tokenizer: Tokenizer) -> None:
+    scores = [PromptLogprob(-0.25, 2, (331,), (-0.125,), (-2.0, -0.5, -6.0))]
+    rig.generator.will(TokenDelta(TOKENS[:1], "length", 0, scores))
+    _, answer, _ = await rig.post(TEXT, BODIES[TEXT] | {"prompt": [5, 6], "echo": True})
+    name = tokenizer.token_text
+    assert answer["choices"][0]["logprobs"]["top_logprobs"][:2] == [
+        None,
+        {name(300): -2.0, name(331): -0.5, name(7): -6.0, name(6): -0.25},
+    ]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_generate_lists_them_beside_the_likeliest(
     rig: Rig, tokenizer: Tokenizer, streamed: bool
@@ -115,7 +126,6 @@ async def test_without_them_the_likeliest_are_listed(
         (TEXT, {"logprob_token_ids": [1 << 70]}, "logprob_token_ids"),
         (TEXT, {"logprob_token_ids": [1] * (MAX_LOGPROB_IDS + 1)}, "logprob_token_ids"),
         (GENERATE, {"return_logprob": False, "top_logprobs_num": 0}, "token_ids_logprob"),
-        (GENERATE, {"logprob_start_len": 0}, "token_ids_logprob"),
         (GENERATE, {"token_ids_logprob": [[5]]}, "token_ids_logprob"),
         (GENERATE, {"token_ids_logprob": [SERVED.vocab_size]}, "token_ids_logprob"),
     ],

@@ -152,6 +152,7 @@ async def test_refusals(serve: Serve) -> None:
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": [5] * 60_000, "prompt_logprobs": 20}, "prompt_logprobs"),
         ({"prompt": [5] * 60_000, "echo": True, "logprobs": 20}, "logprobs"),
+        ({"prompt": [5] * 60_000, "echo": True, "logprobs": 0, "logprob_token_ids": [5] * 20}, "logprobs"),
     ):
         status, answer, _ = await rig.post(TEXT, body)
         assert (status, answer["error"]["param"]) == (400, field), answer

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.errors import NodeLost
-from common.messages.generation import PromptLogprob
+from common.messages.generation import OutputToken, PromptLogprob
 from router.dispatch.generation import TokenDelta
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
@@ -190,6 +191,7 @@ async def test_log_probabilities(rig: Rig) -> None:
     assert meta["output_token_logprobs"] == [[-0.5, 331, text(331)]]
     assert meta["output_top_logprobs"] == [[[-0.5, 331, text(331)], [-1.5, 332, text(332)]]]
     assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
+    assert meta["output_token_logprobs_length"] == 1
     _, answer, _ = await rig.post("/generate", {"text": "Hello", "return_logprob": True})
     assert answer["meta_info"]["output_token_logprobs"] == [[-0.5, 331, None]]
     assert answer["meta_info"]["output_top_logprobs"] == [None]
@@ -268,11 +270,11 @@ async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: R
     assert list(second.token_ids) == list(first.token_ids)
 
 
-def scored(*ids: int) -> TokenDelta:
+def scored(*ids: int, chosen: tuple[float, ...] = ()) -> TokenDelta:
     """The first delta of an answer, with the log-probabilities of a prompt: -0.25 * position."""
     made = delta([331], "length", 0, 2)
     made.prompt_logprobs = [
-        PromptLogprob(-0.25 * at, 3, (token + 1, token + 2), (-0.1, -0.2))
+        PromptLogprob(-0.25 * at, 3, (token + 1, token + 2), (-0.1, -0.2), chosen)
         for at, token in enumerate(ids)
         if at
     ]
@@ -300,6 +302,28 @@ async def test_log_probabilities_of_the_prompt(start: int, rig: Rig) -> None:
     streamed = events(await rig.raw("/generate", {**body, "stream": True}))
     assert streamed[-1]["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
     assert len(streamed) == 1
+
+
+async def test_log_probabilities_of_named_tokens_at_each_place_of_the_prompt(rig: Rig) -> None:
+    first = scored(5, 6, 7, chosen=(-2.0, -3.0))
+    found = first.tokens[0].logprob
+    assert found is not None
+    first.tokens = [OutputToken(331, replace(found, chosen=(-4.0, -5.0)))]
+    rig.generator.will(first)
+    body = {
+        "input_ids": [5, 6, 7],
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "token_ids_logprob": [9, 4],
+    }
+    _, answer, _ = await rig.post("/generate", body)
+    meta = answer["meta_info"]
+    assert meta["input_token_ids_logprobs"] == [None, [[-2.0, 9, None], [-3.0, 4, None]]]
+    assert meta["output_token_ids_logprobs"] == [[[-4.0, 9, None], [-5.0, 4, None]]]
+    sampling = rig.generator.requests[-1].sampling
+    assert (sampling.prompt_logprobs, sampling.logprob_ids) == (0, (9, 4))
+    streamed = events(await rig.raw("/generate", {**body, "stream": True}))
+    assert streamed[-1]["meta_info"]["input_token_ids_logprobs"] == meta["input_token_ids_logprobs"]
 
 
 async def test_a_prompt_is_scored_without_an_answer(rig: Rig) -> None:
