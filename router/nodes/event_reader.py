@@ -88,6 +88,7 @@ class EventReader:
         self._clock = clock
         self._count_gaps = count_gaps
         self._refused = BoundedLog(log, "refused KV events of a node")
+        self._failed = BoundedLog(log, "cannot read KV events; trying again")
         self._context: zmq.Context[Socket] | None = None
         self._poller = zmq.Poller()
         self._nodes: dict[str, _Followed | None] = {}  # incarnation -> None: it publishes nothing
@@ -98,7 +99,14 @@ class EventReader:
     def start(self) -> None:
         """Begin to read, on the running event loop, if a policy asks for it."""
         if self._reported.roles:
+            self.open()
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def open(self) -> None:
+        """Start libzmq's thread: if a node's socket did so later, without a free descriptor, libzmq would abort."""
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.socket(zmq.DEALER).close()
 
     def close(self) -> None:
         if self._task is not None:
@@ -108,7 +116,10 @@ class EventReader:
             self._context = None
 
     def turn(self) -> bool:
-        """Read a bounded number of messages and tell placement; return whether there is more."""
+        """Read a bounded number of messages and tell placement; return whether there is more.
+
+        Raises ZMQError if no socket can be made, for lack of a descriptor. What this turn leaves out follows later.
+        """
         now = self._clock()
         if now - self._followed_at >= LOOK_SECONDS:
             self._followed_at = now
@@ -128,11 +139,17 @@ class EventReader:
             more |= feed.backlog > 0
             self._note(each)
         self._refused.flush()
+        self._failed.flush()
         return more
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(0 if self.turn() else TURN_SECONDS)
+            try:
+                more = self.turn()
+            except zmq.ZMQError as error:
+                self._failed.warning("sockets", str(error))
+                more = False
+            await asyncio.sleep(0 if more else TURN_SECONDS)
 
     def _follow_registry(self) -> None:
         """Connect to nodes that are new, and close the sockets to those that are gone."""
@@ -163,8 +180,7 @@ class EventReader:
         return _Followed(_Sink(self._reported, node), feed, events, addresses[1])
 
     def _connected(self, kind: int, address: str) -> Socket:
-        if self._context is None:
-            self._context = zmq.Context()
+        assert self._context is not None, "open it first"
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import KvEventPublisher
 from common.kv_events.wire import GPU, Batch, decode, encode
 from common.observability.logs import Log
-from router.nodes import event_reader
+from router.nodes import event_feed, event_reader
 from router.nodes.event_reader import LOOK_SECONDS, EventReader
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.nodes.registry import Node
@@ -53,6 +55,7 @@ class Rig:
         self.reader = EventReader(
             self.fleet.registry, rules, self.reported, PAGE, self._now, Log("router"), self.gaps.append
         )
+        self.reader.open()
         self.publisher = KvEventPublisher(self.plan, Log("prefill-0"))
         self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
 
@@ -231,4 +234,40 @@ async def test_without_a_policy_that_asks_nothing_is_read() -> None:
     reader.start()
     assert reported.roles == frozenset()
     assert len(asyncio.all_tasks()) == 1
+    reader.close()
+
+
+async def test_a_lack_of_descriptors_delays_it_and_does_not_end_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make: Any = zmq.Context.socket
+    failing: list[int] = [zmq.SUB, zmq.DEALER]
+
+    def fail_once(context: zmq.Context[Any], kind: int) -> Any:
+        if kind in failing:
+            failing.remove(kind)
+            raise zmq.ZMQError(errno.EMFILE)
+        return make(context, kind)
+
+    monkeypatch.setattr(event_feed, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(event_feed, "MIN_PAUSE", 0.01)
+    rig.publisher.start()
+    prompt = rig.insert(1)
+    rig.reader.start()
+    monkeypatch.setattr(zmq.Context, "socket", fail_once)
+    async with asyncio.timeout(PATIENCE):
+        while rig.cached(prompt) != PAGE:
+            await asyncio.sleep(0.01)
+    assert not failing
+
+
+async def test_the_thread_of_its_sockets_starts_with_it() -> None:
+    """Later there may be no descriptor for the thread, without which libzmq ends the process."""
+    fleet = Fleet("cache_events", 0)
+    reported = fleet.placer.history.reported
+    rules = RegistrationRules({}, 16, 1 << 20, 1000)
+    reader = EventReader(fleet.registry, rules, reported, PAGE, time.monotonic, Log("router"), print)
+    before = len(os.listdir("/proc/self/task"))
+    reader.start()
+    assert len(os.listdir("/proc/self/task")) > before
     reader.close()
