@@ -70,7 +70,7 @@ class KeyFile:
         """Run for ever: check the file once per CHECK_SECONDS and whenever `ask` is called.
 
         After a failed read the file is read again until that succeeds, even if it has not changed: a lack of file
-        descriptors must not keep a revoked key valid. A repeated failure is logged once.
+        descriptors or threads must not keep a revoked key valid. A repeated failure is logged once.
         """
         while True:
             try:
@@ -92,7 +92,8 @@ class KeyFile:
         try:
             # off the event loop: parsing a large file takes time
             keys = await asyncio.to_thread(self._read, self._path)
-        except ConfigError as error:
+        except (ConfigError, RuntimeError) as error:
+            # RuntimeError: no thread can be started for it.
             reason, before = str(error), self._failure
             self._failure = reason
             if reason != before:
