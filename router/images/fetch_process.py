@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from common.errors import InvalidRequest, Overloaded, ProtocolError
+from common.messages.wire import InboxCodec
 from router.images.fetch import UNREACHABLE, ImageFetcher
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
@@ -59,7 +60,7 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
 
 _settings = msgspec.msgpack.Decoder(FetchSettings)
 _wanted = msgspec.msgpack.Decoder(Wanted)
-_fetched = msgspec.msgpack.Decoder(Fetched)
+_fetched = InboxCodec[Fetched](Fetched, "images")
 
 
 class FetchProcess:
@@ -161,7 +162,7 @@ class _Child:
                 answer = self.waiting.pop(fetched.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(fetched)
-        except (OSError, EOFError, ProtocolError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, ProtocolError) as error:
             self.ended = True
             for answer in self.waiting.values():
                 if not answer.done():

@@ -22,6 +22,7 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded, ProtocolError
 from common.image_files import decode_image
+from common.messages.wire import InboxCodec
 from common.process_entry import processor_seconds
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
@@ -51,7 +52,7 @@ class ImageVerdict(msgspec.Struct, frozen=True, array_like=True):
     defect: str = ""  # a traceback of a bug of ours, for the log
 
 
-_verdicts = msgspec.msgpack.Decoder(ImageVerdict)
+_verdicts = InboxCodec[ImageVerdict](ImageVerdict, "verdicts")
 _inspections = msgspec.msgpack.Decoder(Inspection)
 
 
@@ -128,7 +129,7 @@ class ImageInspector:
                 process.writer.write(frame)
                 await process.writer.drain()
                 return await process.verdict()
-        except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, TimeoutError, ProtocolError) as error:
             late = isinstance(error, TimeoutError)
             ended = isinstance(error, OSError | EOFError) and not late
             used = processor_seconds(process.child.pid) - used_before
@@ -167,7 +168,7 @@ class ImageInspector:
                 self._process = await self._start()
                 async with asyncio.timeout(START_SECONDS):
                     await self._process.verdict()
-            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
+            except (OSError, EOFError, TimeoutError, ProtocolError) as error:
                 process, self._process = self._process, None
                 reason = str(error) if process is None else await process.failure(error)
                 raise RuntimeError(f"cannot start the image inspection process: {reason}") from error

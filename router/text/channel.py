@@ -8,9 +8,8 @@ from asyncio import Future
 from collections.abc import Callable
 from typing import cast
 
-import msgspec
-
-from common.errors import InternalError, ModelError
+from common.errors import InternalError, ModelError, ProtocolError
+from common.messages.wire import InboxCodec
 from router.process.child_process import START_SECONDS, frame_head
 from router.process.spawner import OWN_END_SECONDS, Child, Spawner
 from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings
@@ -20,7 +19,7 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # a worker has one thread
 JOIN = 1 << 16  # bytes; the head and a payload up to this size are written at once
 MAX_HEAD = 1 << 20
 GRACE_SECONDS = 0.5
-_answers = msgspec.msgpack.Decoder(JobResult)
+_answers = InboxCodec[JobResult](JobResult, "answers")
 
 
 class WorkerEnded(Exception):
@@ -102,7 +101,7 @@ class TextChannel(asyncio.Protocol):
             return
         try:
             head = _answers.decode(memoryview(received)[8 : 8 + head_bytes])
-        except msgspec.DecodeError:
+        except ProtocolError:
             self._kill()
             return
         self._received = bytearray()

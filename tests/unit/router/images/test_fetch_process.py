@@ -36,6 +36,10 @@ class Played:
             os._exit(3)
         if what == "refused":
             raise InvalidRequest("the image cannot be fetched: its host answered 404")
+        if what == "garbled":
+            # A frame of a `Fetched` whose text is not UTF-8.
+            os.write(0, bytes((6, 0, 0, 0, 0x93, 1, 0xC4, 0, 0xA1, 0xFF)))
+            await asyncio.sleep(3600)
         if what == "lookup":
             return repr(await asyncio.to_thread(together.wait, 30) >= 0).encode()
         if what == "defect":
@@ -95,7 +99,7 @@ async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
 async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetches(
     played: FetchProcess,
 ) -> None:
-    for end in ("die", "large", "hang"):
+    for end in ("die", "large", "garbled", "hang"):
         assert await played.fetch(f"{HOST}/"), "a new one"
         child = played.pid
         assert child is not None
