@@ -30,7 +30,7 @@ class TlsHandshakes:
         self._pending: dict[asyncio.Task[object], str] = {}  # task -> client, in order of arrival
         self._by_client: Counter[str] = Counter()
         self._taken = 0  # slots
-        self._running: dict[asyncio.Task[object], float] = {}  # task -> start, in order of their starts
+        self._running: dict[asyncio.Task[object], tuple[str, float]] = {}  # task -> its client and start
         # client -> turns; the first client is next.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._look: asyncio.TimerHandle | None = None
@@ -66,7 +66,7 @@ class TlsHandshakes:
         try:
             await client_hello(connection)
             await self._take_slot(client)
-            self._running[task] = asyncio.get_running_loop().time()
+            self._running[task] = client, asyncio.get_running_loop().time()
             try:
                 yield
             finally:
@@ -115,8 +115,8 @@ class TlsHandshakes:
     def _end_old(self) -> None:
         self._look = None
         now = asyncio.get_running_loop().time()
-        for task, since in self._running.items():
-            if now - since >= SLOT_SECONDS and self._waiting.keys() - {self._pending[task]}:
+        for task, (client, since) in self._running.items():
+            if now - since >= SLOT_SECONDS and self._waiting.keys() - {client}:
                 task.cancel()
         self._watch()
 

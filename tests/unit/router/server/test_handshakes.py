@@ -218,5 +218,32 @@ async def test_connections_that_arrive_at_once_each_end_another_one(monkeypatch:
         await crowd.end()
 
 
+async def test_one_that_has_made_room_still_loses_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cancellation may be under way when the time of its slot is over."""
+    for name, value in (("SLOTS", 1), ("MAX_PENDING", 2), ("SLOT_SECONDS", 0.02)):
+        monkeypatch.setattr(module, name, value)
+    handshakes = TlsHandshakes()
+    with Pairs() as pairs:
+        server, client = pairs.connect()
+        client.sendall(hello())
+
+        async def end_slowly() -> None:
+            async with handshakes.turn(server, "old"):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    await asyncio.Event().wait()
+
+        old = asyncio.create_task(end_slowly())
+        await eventually(lambda: handshakes.computing)
+        crowd = Crowd(handshakes, pairs)
+        crowd.add("other", hello())
+        await eventually(lambda: handshakes.waits("other"))
+        crowd.add("silent", b"")
+        await crowd.begun_are(1)
+        assert old.cancelled()
+        await crowd.end()
+
+
 def done(tasks: Sequence[asyncio.Task[None]]) -> list[bool]:
     return [task.done() for task in tasks]
