@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
 
-from common.errors import Conflict, NoAnswer, NodeLost, Unavailable, UnknownNode
+from common.errors import Conflict, NoAnswer, NodeLost, Unavailable
 from common.messages.node_inbox import Profile
 from common.messages.router_inbox import ProfileEnded
 from router.nodes.outbox import Send
-from router.nodes.registry import Node
+from router.nodes.registry import Node, NodeRegistry
 
 WRITE_SECONDS = 60.0  # after a recording, for its file
 
@@ -18,8 +17,8 @@ WRITE_SECONDS = 60.0  # after a recording, for its file
 class NodeProfiles:
     """At most one order per node is open at this router; the node itself refuses those of other routers meanwhile."""
 
-    def __init__(self, nodes: Iterable[Node], send: Send) -> None:
-        self._nodes = nodes
+    def __init__(self, registry: NodeRegistry, send: Send) -> None:
+        self._registry = registry
         self._send = send
         # incarnation -> (order, its answer)
         self._open: dict[str, tuple[str, asyncio.Future[ProfileEnded]]] = {}
@@ -30,12 +29,8 @@ class NodeProfiles:
         Raises UnknownNode, Conflict while another profile of it is recorded, Unavailable if it could not record one,
         NodeLost or NoAnswer.
         """
-        named = [each for each in self._nodes if each.name == name]
         # A movable node is recorded in the role that it has.
-        node = min(named, key=lambda each: each.state == "standby", default=None)
-        if node is None:
-            known = ", ".join(sorted(each.name for each in self._nodes)) or "none"
-            raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
+        node = min(self._registry.named(name), key=lambda each: each.state == "standby")
         if node.incarnation in self._open:
             raise Conflict(f"a profile of {name} is being recorded; try again when it has ended")
         order, ended = secrets.token_hex(8), asyncio.get_running_loop().create_future()

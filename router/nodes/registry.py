@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, NamedTuple
 
+from common.errors import UnknownNode
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
@@ -144,6 +145,14 @@ class NodeRegistry:
     def node(self, incarnation: str) -> Node:
         """Return a registered node."""
         return self._nodes[incarnation]
+
+    def named(self, name: str) -> list[Node]:
+        """Return the node of this name; two of one that can change its role. Raises UnknownNode if there is none."""
+        found = [node for node in self if node.name == name]
+        if not found:
+            known = ", ".join(sorted({node.name for node in self})) or "none"
+            raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
+        return found
 
     def eligible(self) -> list[Node]:
         """Return the nodes of both roles that take requests and can be reached."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from common.errors import Conflict, NoAnswer, NodeLost, UnknownNode
+from common.errors import Conflict, NoAnswer, NodeLost
 from common.messages.identity import Role
 from common.messages.node_inbox import ChangeRole
 from common.messages.router_inbox import ChangeAnswered
@@ -78,10 +78,7 @@ class RoleChanges:
 
     def _halves(self, name: str) -> tuple[Node, Node]:
         """Return the half of a movable node that serves, and the other one."""
-        halves = [node for node in self._registry if node.name == name]
-        if not halves:
-            known = ", ".join(sorted({node.name for node in self._registry})) or "none"
-            raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
+        halves = self._registry.named(name)
         if not halves[0].movable:
             raise Conflict(
                 f"{name} is a {halves[0].role} node for good: only the nodes in movable.nodes of the cluster file can "

@@ -87,6 +87,8 @@ async def test_what_it_refuses() -> None:
     async with router_rig(clock) as rig:
         halves = await movable(rig, "flex-0", "decode")
         await rig.node("prefill", "prefill-0")
+        with pytest.raises(UnknownNode, match=r"no node 'flex-1' .* there are: flex-0, prefill-0$"):
+            await rig.orders.profiles.record("flex-1", 1.0, 1)
         with pytest.raises(UnknownNode, match=r"no node 'flex-1' .*flex-0, prefill-0"):
             await change(rig, "flex-1", "prefill", 1.0)
         with pytest.raises(Conflict, match="prefill-0 is a prefill node for good"):
