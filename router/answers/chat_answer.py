@@ -13,7 +13,7 @@ from router.answers.openai_responses import ChatFormat
 from router.chat.answer_parser import AnswerParser
 from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import Thought
-from router.grammar.constraint import Constraint, End, JsonSchema, Lark
+from router.grammar.constraint import Constraint, End, JsonSchema
 from router.requests.chat_rules import ChatRules
 from router.requests.openai_schema import Message
 from router.requests.thinking_budget import refuse_constrained
@@ -70,7 +70,7 @@ class ChatAnswer:
                 f"{field} and {asked.field} both constrain the answer; send only one", param=asked.field
             )
         # What may not compile is the schema of a tool.
-        return Constraint("tools", Lark(grammar.lark, grammar.schemas))
+        return Constraint("tools", grammar)
 
     def thinking_limit(self, grammar: str) -> ThinkingLimit | None:
         """Return the limit of reasoning tokens; None without one, or if the prompt is past the reasoning.
@@ -90,7 +90,7 @@ class ChatAnswer:
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
         """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""
         grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
-        return Constraint(field, Lark(grammar.lark, grammar.schemas))
+        return Constraint(field, grammar)
 
     def format(self, head: AnswerHead, choices: int) -> ChatFormat:
         """Return the format of the answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from router.grammar.lark import Lark
 from router.grammar.structural_tags import Tags
 
 
@@ -26,16 +27,6 @@ class OneOf(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """One of some texts."""
 
     options: list[str]
-
-
-class Lark(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A grammar in llguidance's dialect of Lark."""
-
-    text: str
-    # JSON texts of schemas that the grammar refers to as @name
-    schemas: dict[str, str] = {}
-    # whether the JSON of these schemas has one layout, without whitespace
-    compact: bool = False
 
 
 class Ebnf(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -12,8 +12,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from common.errors import InvalidGrammar
-from router.grammar.constraint import Constraint, Ebnf, End, JsonSchema, Lark, OneOf, Regex
+from router.grammar.constraint import Constraint, Ebnf, End, JsonSchema, OneOf, Regex
 from router.grammar.ebnf import lark_of
+from router.grammar.lark import Lark, LarkWriter
 from router.grammar.structural_tags import Tags, tags_grammar
 
 _dumps = partial(json.dumps, ensure_ascii=False)
@@ -34,7 +35,7 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int] = MappingPro
     try:
         form = constraint.form
         if isinstance(form, Tags):
-            form = Lark(*tags_grammar(form, special))
+            form = tags_grammar(form, special)
         elif isinstance(form, Lark):
             form = Lark(_with_ids(form.text, special), form.schemas, form.compact)
         text = _text(form)
@@ -114,15 +115,8 @@ def _closed(value: Any) -> Any:
 
 def _after(end: End, grammar: str) -> str:
     """Return a grammar of free text up to `end`, then `grammar`."""
-    free, rule = "free", f"\nfree[suffix={_dumps(end.text)}]: /(?s:.*)/"
-    if end.token is not None:
-        free, rule = f"/(?s:.*)/ <[{end.token}]>", ""
-    # Models write blanks after their reasoning.
-    free += r" /[ \n]{0,4}/"
-    if end.begin is not None:
-        begin = _dumps(end.begin) if end.begin_token is None else f"<[{end.begin_token}]>"
-        # Blanks come before either, so that a model which begins with one is not forced to reason.
-        free = rf"/[ \n]{{0,4}}/ ({begin} {free})?"
-    start = f"start: {free} @{ANSWER}{rule}"
+    ids = {end.text: end.token, end.begin: end.begin_token}
+    lark = LarkWriter({text: token for text, token in ids.items() if text is not None and token is not None})
+    start = lark.finished(f"{lark.reasoning(end.text, end.begin)} @{ANSWER}").text
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return _dumps({"grammars": [{"lark_grammar": start}, {**parts[0], "name": ANSWER}, *parts[1:]]})

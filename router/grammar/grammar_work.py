@@ -6,8 +6,9 @@ from msgspec.structs import replace
 
 from common.errors import InvalidGrammar, ModelError
 from common.grammar import GrammarCompiler
-from router.grammar.constraint import Constraint, Lark
+from router.grammar.constraint import Constraint
 from router.grammar.grammar_text import grammar_text
+from router.grammar.lark import Lark
 from router.grammar.structural_tags import Tags
 from router.tokens.tokenizer import Tokenizer
 

@@ -5,7 +5,6 @@ The form is the one that vLLM and SGLang take: `structures` of `begin`, `schema`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -13,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.grammar.lark import ANY_TEXT, quoted
+from router.grammar.lark import ANY_TEXT, Lark, LarkWriter, sequence
 
 MAX_TAGS, MAX_TRIGGERS = 128, 16
 _Marker = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -77,42 +76,30 @@ def read_tags(text: str, field: str) -> Tags:
     return Tags(tags, list(dict.fromkeys(given.triggers)))
 
 
-def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str, str]]:
-    """Return a Lark text and the JSON texts of the schemas that it names as @name. Raises ValueError.
+def tags_grammar(form: Tags, special: Mapping[str, int]) -> Lark:
+    """Return the grammar of structural tags. Raises ValueError.
 
     `special`: ids of the special tokens in the markers, which ordinary text cannot match.
     """
-    pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-
-    def literal(text: str) -> str:
-        parts, start = list[str](), 0
-        for match in pattern.finditer(text):
-            parts += [quoted(text[start : match.start()]), f"<[{special[match[0]]}]>"]
-            start = match.end()
-        return " ".join(part for part in (*parts, quoted(text[start:])) if part)
-
-    rules, schemas = list[str](), dict[str, str]()
+    lark, pieces = LarkWriter(special), list[str]()
     for number, trigger in enumerate(form.triggers):
         names = []
         for index, tag in enumerate(form.tags):
             if tag.begin.startswith(trigger):
-                for match in pattern.finditer(tag.begin):
+                for match in lark.special_tokens.finditer(tag.begin):
                     if match.start() < len(trigger) < match.end():
                         raise ValueError(
                             f"the trigger {trigger[:80]!r} ends inside the special token {match[0]}: let it contain all"
                         )
                 names.append(f"tag_{index}")
-                schemas[f"content_{index}"] = tag.schema
-                rest = literal(tag.begin.removeprefix(trigger))
-                rules.append(f"tag_{index}: {rest} @content_{index} {literal(tag.end)}".rstrip())
-        if trigger in special:
-            rules.append(f"begin_{number}: {ANY_TEXT} <[{special[trigger]}]>")
-        elif pattern.search(trigger):
+                lark.schemas[f"content_{index}"] = tag.schema
+                rest, end = lark.literal(tag.begin.removeprefix(trigger)), lark.literal(tag.end)
+                lark.rules.append(f"tag_{index}: {sequence(rest, f'@content_{index}', end)}")
+        if trigger not in special and lark.special_tokens.search(trigger):
             raise ValueError(
                 f"the trigger {trigger[:80]!r} has a special token in it; make the trigger this token and nothing else"
             )
-        else:
-            rules.append(f"begin_{number}[suffix={quoted(trigger)}]: {ANY_TEXT}")
-        rules.append(f"piece_{number}: begin_{number} ({' | '.join(names)})")
-    pieces = " | ".join(f"piece_{number}" for number in range(len(form.triggers)))
-    return "\n".join([f"start: ({pieces})* {ANY_TEXT}", *rules]), schemas
+        begin = lark.until(trigger, f"begin_{number}")
+        lark.rules.append(f"piece_{number}: {begin} ({' | '.join(names)})")
+        pieces.append(f"piece_{number}")
+    return lark.finished(f"({' | '.join(pieces)})* {ANY_TEXT}")

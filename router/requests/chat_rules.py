@@ -8,7 +8,8 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.chat.answer_style import AnswerStyle
-from router.chat.call_grammar import CallGrammar, CallGrammars
+from router.chat.call_grammar import CallGrammars
+from router.grammar.lark import Lark
 from router.requests.chat_fields import (
     ChatToolChoice,
     Function,
@@ -65,7 +66,7 @@ class ChatRules:
         """True if the answer must be parsed: it may hold calls, or reasoning that is to be separated."""
         return bool(self.calls.tools) or self.reasoning.separated
 
-    def call_grammar(self, style: AnswerStyle, prefix: str) -> tuple[str, CallGrammar] | None:
+    def call_grammar(self, style: AnswerStyle, prefix: str) -> tuple[str, Lark] | None:
         """Return the field that constrains the calls of the answer, and the grammar; None if nothing does."""
         calls = self.calls
         if not calls.forced and not calls.strict:
@@ -76,7 +77,7 @@ class ChatRules:
         grammar = grammars.triggered(calls.tools, calls.strict, thought)
         return None if grammar is None else ("tools", grammar)
 
-    def calls_or_json(self, style: AnswerStyle, prefix: str, schema: str) -> CallGrammar:
+    def calls_or_json(self, style: AnswerStyle, prefix: str, schema: str) -> Lark:
         """Return a grammar for calls of the tools, or JSON that `schema` accepts. Only for formats with a marker."""
         grammars, thought, calls = self._grammars(style), style.thought(prefix), self.calls
         return grammars.or_json(calls.tools, calls.strict, schema, thought, calls.parallel)

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from common.errors import InvalidGrammar, InvalidRequest
 from common.messages.generation import MAX_GRAMMAR
-from router.grammar.constraint import Constraint, Ebnf, JsonSchema, Lark, OneOf, Regex
+from router.grammar.constraint import Constraint, Ebnf, JsonSchema, OneOf, Regex
+from router.grammar.lark import Lark
 from router.grammar.structural_tags import read_tags
 from router.requests.constraint_fields import ConstraintFields, ResponseFormat, StructuredOutputs
 from router.requests.field_rules import RareFields

@@ -12,7 +12,8 @@ import pytest
 
 from common.grammar import GrammarCompiler, mask_width
 from router.chat.call_formats import CALL_FORMATS, CallFormat
-from router.chat.call_grammar import CallGrammar, CallGrammars, Thought
+from router.chat.call_grammar import CallGrammars, Thought
+from router.grammar.lark import Lark
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, TOOLS, WEATHER, WELL_FORMED, Meaning, parse
 from tests.unit.router.conftest import TINY
@@ -43,18 +44,18 @@ def grammars(family: str, thinks: bool = True) -> CallGrammars:
     return CallGrammars(CALL_FORMATS[family], THINK if thinks else None, {})
 
 
-def accepts(compiler: GrammarCompiler, grammar: CallGrammar, text: str) -> bool:
+def accepts(compiler: GrammarCompiler, grammar: Lark, text: str) -> bool:
     return accepts_tokens(compiler, grammar, compiler.tokenize(text))
 
 
-def accepts_tokens(compiler: GrammarCompiler, grammar: CallGrammar, tokens: list[int]) -> bool:
+def accepts_tokens(compiler: GrammarCompiler, grammar: Lark, tokens: list[int]) -> bool:
     return compiler.matcher(whole(grammar)).accept([*tokens, EOS])
 
 
-def whole(grammar: CallGrammar) -> str:
+def whole(grammar: Lark) -> str:
     """Return the text of the grammar that nodes get."""
     named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in grammar.schemas.items()]
-    return json.dumps({"grammars": [{"lark_grammar": grammar.lark}, *named]})
+    return json.dumps({"grammars": [{"lark_grammar": grammar.text}, *named]})
 
 
 def calls_of(family: str) -> list[tuple[str, Meaning]]:
@@ -262,10 +263,10 @@ def test_a_format_that_nothing_tells_from_text_cannot_be_triggered() -> None:
 def test_special_tokens_are_named_by_their_ids() -> None:
     written = CallGrammars(CALL_FORMATS["mistral_v11"], None, {"[TOOL_CALLS]": 9, "[ARGS]": 32})
     forced = written.forced([WEATHER], Thought.NONE, several=True)
-    assert 'call_0: <[9]> "weather" <[32]> @args_0' in forced.lark
+    assert 'call_0: <[9]> "weather" <[32]> @args_0' in forced.text
     triggered = written.triggered(TOOLS, frozenset(), Thought.NONE)
     assert triggered is not None
-    assert "piece: /(?s:.*)/ <[9]> call" in triggered.lark
+    assert "piece: /(?s:.*)/ <[9]> call" in triggered.text
 
 
 def test_markers_that_are_tokens_but_not_special_are_forced_by_their_ids() -> None:
@@ -277,7 +278,7 @@ def test_markers_that_are_tokens_but_not_special_are_forced_by_their_ids() -> No
     made = CallGrammars(CALL_FORMATS["qwen3"], THINK, markers)
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
-    def taken(grammar: CallGrammar, text: str) -> bool:
+    def taken(grammar: Lark, text: str) -> bool:
         return accepts_tokens(compiler, grammar, tokenizer.encode(text, add_special_tokens=False))
 
     for thought, before in (

@@ -12,10 +12,11 @@ import pytest
 from common.errors import InvalidGrammar, InvalidRequest
 from common.grammar import GrammarCompiler
 from common.messages.generation import MAX_GRAMMAR
-from router.grammar.constraint import Constraint, End, Form, JsonSchema, Lark, Regex
+from router.grammar.constraint import Constraint, End, Form, JsonSchema, Regex
 from router.grammar.grammar_text import grammar_text
 from router.grammar.grammar_work import GrammarWork
 from router.grammar.known_grammars import KnownGrammars
+from router.grammar.lark import Lark
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.read_constraint import read_constraint, with_schema_texts
 from router.tokens.tokenizer import Tokenizer
