@@ -31,7 +31,7 @@ from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
-from common.engine.graphs.slots import ROW0, Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import ROW0, Inputs, Slot
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.layers.logit_rows import LogitRows
 from common.engine.ops.step_rows import advance_rows, step_rows
@@ -210,12 +210,9 @@ class DecodeGraphs:
         poisoned: bool = False,
         hidden_states: bool = False,
     ) -> None:
-        device = relay.seq_len.device
-        largest = spec.largest if spec.shapes else ShapeKey(0, 0)
-        max_rows = max(len(relay.seq_len), largest.requests)
+        max_rows = max(len(relay.seq_len), spec.largest.requests)
         self._program = DecodeProgram(runner, relay, table, max_rows, max_seq_len, hidden_states)
-        inputs = StaticInputs(self._program.slots(), largest, device, poisoned)
-        self.graphs = GraphRunner(spec, backend, self._program, inputs, OUTPUTS)
+        self.graphs = GraphRunner(spec, backend, self._program, OUTPUTS, relay.seq_len.device, poisoned)
 
     @torch.inference_mode()
     def forward(self, rows: Tensor, sampling: SamplingVariant) -> DecodeResult:

@@ -22,7 +22,7 @@ from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.outputs import OutputSpec
 from common.engine.graphs.rules import Phase
-from common.engine.graphs.slots import ROW0, Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import ROW0, Inputs, Slot
 from common.engine.graphs.spec import PLAIN, Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.ops.round_inputs import gather_rows, window_places
 from common.engine.sampling.sampling_plan import SamplingVariant
@@ -232,14 +232,12 @@ class Rounds:
             variants=variants.names,
             tokens_per_request=forward.nodes,
         )
-        largest = spec.largest if spec.shapes else ShapeKey(0)
-        if largest.requests > self.max_rows:
+        if spec.largest.requests > self.max_rows:
             raise ValueError(
-                f"{phase}: graphs for {largest.requests} requests exceed the {self.max_rows} batch rows"
+                f"{phase}: graphs for {spec.largest.requests} requests exceed the {self.max_rows} batch rows"
             )
         program = _RoundProgram(self, spec, run, variants.serving, slots)
-        inputs = StaticInputs(program.slots(), largest, self.device, plan.poisoned)
-        graphs = GraphRunner(spec, plan.backend(), program, inputs, outputs)
+        graphs = GraphRunner(spec, plan.backend(), program, outputs, self.device, plan.poisoned)
         return RoundPhase(graphs, plan)
 
 

@@ -21,7 +21,7 @@ from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
-from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import Fill, Inputs, Slot
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
 from common.engine.models.eagle import DraftOutput
 from prefill_node.graphs.prefill_extend import (
@@ -106,9 +106,7 @@ class DraftPrefill:
     ) -> None:
         require_breaks(backend)
         body = DraftBody(runner, config, page_size)
-        largest = spec.largest if spec.shapes else ShapeKey(0)
-        inputs = StaticInputs(body.slots(), largest, runner.head.placement.device, poisoned)
-        self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
+        self.graphs = GraphRunner(spec, backend, body, OUTPUTS, runner.head.placement.device, poisoned)
         self._runner = runner
 
     @torch.inference_mode()

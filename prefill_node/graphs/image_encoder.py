@@ -17,7 +17,7 @@ from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
-from common.engine.graphs.slots import Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import Inputs, Slot
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.models.llava import LlavaPart
 from common.engine.models.vision_part import Pixels
@@ -84,10 +84,8 @@ class EncoderGraphs:
     """
 
     def __init__(self, part: LlavaPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
-        program = EncoderProgram(part)
-        largest = spec.largest if spec.shapes else ShapeKey(0)
-        inputs = StaticInputs(program.slots(), largest, part.placement.device, poisoned)
-        self.graphs = GraphRunner(spec, backend, program, inputs, OUTPUTS)
+        device = part.placement.device
+        self.graphs = GraphRunner(spec, backend, EncoderProgram(part), OUTPUTS, device, poisoned)
         self._part = part
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:

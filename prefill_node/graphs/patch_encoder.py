@@ -20,7 +20,7 @@ from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
-from common.engine.graphs.slots import Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import Inputs, Slot
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
 from common.engine.models.qwen_vl import PatchBatch, QwenPart
 from common.engine.models.vision_part import Pixels
@@ -108,10 +108,9 @@ class PatchEncoderGraphs:
     """A `VisionPart` that returns the same rows as the wrapped part, using graphs where they fit."""
 
     def __init__(self, part: QwenPart, spec: CaptureSpec, backend: Backend, poisoned: bool = False) -> None:
-        largest = spec.largest if spec.shapes else ShapeKey(0)
-        self._program = program = PatchProgram(part, largest)
-        inputs = StaticInputs(program.slots(), largest, part.placement.device, poisoned)
-        self.graphs = GraphRunner(spec, backend, program, inputs, OUTPUTS)
+        self._program = PatchProgram(part, spec.largest)
+        device = part.placement.device
+        self.graphs = GraphRunner(spec, backend, self._program, OUTPUTS, device, poisoned)
         self._part = part
 
     def __call__(self, images: Sequence[Pixels]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
-from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
+from common.engine.graphs.slots import Fill, Inputs, Slot
 from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey, token_shapes
 from common.engine.models.causal_lm import BodyOutput
 from prefill_node.around_attention import AroundAttention
@@ -218,9 +218,7 @@ class PrefillExtend:
         longest = max(runner.model.config.max_position_embeddings, unbroken.tokens)
         max_pages = -(-longest // runner.pool.page_size)
         body = ExtendBody(runner, StaticExtend(unbroken, max_pages, device, poisoned), spec.shapes)
-        largest = spec.largest if spec.shapes else ShapeKey(0)
-        inputs = StaticInputs(body.slots(), largest, device, poisoned)
-        self.graphs = GraphRunner(spec, backend, body, inputs, OUTPUTS)
+        self.graphs = GraphRunner(spec, backend, body, OUTPUTS, device, poisoned)
         self._runner = runner
 
     @torch.inference_mode()

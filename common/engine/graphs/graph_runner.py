@@ -21,7 +21,7 @@ from common.engine.graphs.admission import BatchFacts, Fallback, ReplayDecision,
 from common.engine.graphs.backends.base import Backend, GraphCompilation, Recording
 from common.engine.graphs.outputs import OutputSpec
 from common.engine.graphs.report import CaptureRow, GraphCounters
-from common.engine.graphs.slots import Inputs, StaticInputs
+from common.engine.graphs.slots import Inputs, Slot, StaticInputs
 from common.engine.graphs.spec import CaptureSpec, GraphKey, ShapeKey
 from common.engine.ops.triton_kernel import COMPILE_ERRORS
 from common.messages.identity import GraphTotals
@@ -35,6 +35,10 @@ OutputOut = TypeVar("OutputOut", covariant=True)
 
 class Program(Protocol[BatchIn, OutputOut]):
     """The captured computation. `run` reads only the inputs and its own device state, nothing else of a batch."""
+
+    def slots(self) -> Sequence[Slot[BatchIn]]:
+        """Return the inputs of `run`."""
+        ...
 
     def facts(self, batch: BatchIn) -> BatchFacts:
         """Return the facts that decide which graph, if any, serves the batch."""
@@ -61,15 +65,17 @@ class GraphRunner(Generic[Batch, Output]):
         spec: CaptureSpec,
         backend: Backend,
         program: Program[Batch, Output],
-        inputs: StaticInputs[Batch],
         outputs: OutputSpec[Output],
+        device: torch.device,
+        poisoned: bool = False,
     ) -> None:
+        """`poisoned`: see `StaticInputs`."""
         self.spec = spec
         self.counters = GraphCounters()
         self.rows: list[CaptureRow] = []  # results of `capture`, in its order
         self._backend = backend
         self.program = program
-        self.inputs = inputs
+        self.inputs = StaticInputs(program.slots(), spec.largest, device, poisoned)
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
 

@@ -76,8 +76,8 @@ class CaptureSpec:
 
     @property
     def largest(self) -> ShapeKey:
-        """The largest shape. Raises IndexError without shapes."""
-        return self.shapes[-1]
+        """The largest shape; an empty one without shapes."""
+        return self.shapes[-1] if self.shapes else ShapeKey(0)
 
     def fit(self, live: ShapeKey, least: int = 0) -> ShapeKey | None:
         """Return the smallest shape of at least `least` tokens that holds the batch, or None."""

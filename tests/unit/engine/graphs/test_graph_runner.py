@@ -21,7 +21,7 @@ from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputError, OutputSpec
 from common.engine.graphs.report import table
-from common.engine.graphs.slots import Inputs, Slot, SlotError, StaticInputs
+from common.engine.graphs.slots import Inputs, Slot, SlotError
 from common.engine.graphs.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
 from common.messages.identity import GraphTotals
 
@@ -55,6 +55,12 @@ class Toy:
             lambda toy, i: (i["embeds"] + i["target_hidden"] @ toy.weight).tanh() * toy.buffer
         )
 
+    def slots(self) -> list[Slot[DraftBatch]]:
+        return [
+            Slot("embeds", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.embeds),
+            Slot("target_hidden", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.target_hidden),
+        ]
+
     def facts(self, batch: DraftBatch) -> BatchFacts:
         return BatchFacts(ForwardMode.EXTEND, ShapeKey(len(batch.embeds), 1), batch.hidden)
 
@@ -75,13 +81,9 @@ def runner(
     spec = CaptureSpec(
         "draft", "draft_prefill", ForwardMode.EXTEND, token_shapes(tokens), LAST, max_padding=2.0
     )
-    slots: list[Slot[DraftBatch]] = [
-        Slot("embeds", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.embeds),
-        Slot("target_hidden", Axis.TOKEN, (WIDTH,), torch.float32, lambda batch: batch.target_hidden),
-    ]
-    inputs = StaticInputs(slots, spec.largest if tokens else ShapeKey(0), "cpu", poisoned)
     outputs = OutputSpec(DraftOutput, {"hidden": OutField(Axis.TOKEN)})
-    made = GraphRunner(spec, backend or FullGraphs(TapeRecorder()), toy, inputs, outputs)
+    device = torch.device("cpu")
+    made = GraphRunner(spec, backend or FullGraphs(TapeRecorder()), toy, outputs, device, poisoned)
     made.capture()
     return made
 
