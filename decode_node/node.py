@@ -118,7 +118,7 @@ class DecodeNode:
     def _prepare(self) -> Planned | None:
         now = self._clock()
         self.life.receive(self, now)
-        self._move_transfers(now)
+        self._move_transfers()
         self._fail_all(self._pages.settle())
         self._fail_all(self._resources.settle_retractions(self._worker.unsaved(), now))
         for request, intact in self._tier.settle():
@@ -179,18 +179,18 @@ class DecodeNode:
         self._report.step_read(now)
         self._drafts.check(self._report.speculation)
 
-    def _move_transfers(self, now: float) -> None:
+    def _move_transfers(self) -> None:
         self._peers.pump()
         if waiting := self.queues.waiting:
             self._receiver.heartbeats.send_due((each.prefill.incarnation, each.room) for each in waiting)
         for event in self._receiver.poll():
-            self._on_transfer(event, now)
+            self._on_transfer(event)
 
     def _watch(self) -> None:
         """Process messages while a step runs: records whose requests join the next step, and new requests."""
         now, requests = self._clock(), self._report.requests
         self.life.receive(self, now)
-        self._move_transfers(now)
+        self._move_transfers()
         if self._report.requests > requests:
             self._reservations.admit(now)
         self._set_rows()
@@ -239,7 +239,7 @@ class DecodeNode:
             self._drop(request, reason)
 
     def pair_lost(self, router: ToRouter, incarnation: str) -> None:
-        self._move_transfers(self._clock())
+        self._move_transfers()
         for request in (*self.queues.waiting, *self.queues.transferring.values()):
             if request.router is router and request.prefill.incarnation == incarnation:
                 self._fail(request, NodeLost.code, "the prefill node of this request was lost")
@@ -249,7 +249,7 @@ class DecodeNode:
 
         Records that the prefill node has sent are read first: one that drains ends right after the last of them.
         """
-        self._move_transfers(self._clock())
+        self._move_transfers()
         self._peers.lost(incarnation)
         for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:
@@ -292,7 +292,7 @@ class DecodeNode:
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
-    def _on_transfer(self, event: transfer.ReceiverEvent, now: float) -> None:
+    def _on_transfer(self, event: transfer.ReceiverEvent) -> None:
         if isinstance(event, transfer.PeerRefused):
             self._log.error("a prefill node refused to work with this node", reason=event.reason)
             self._peers.lost(event.incarnation)

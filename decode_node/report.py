@@ -7,14 +7,37 @@ from collections.abc import Callable
 from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
-from common.observability.histogram import STEP_TOKENS, Histogram
+from common.observability.histogram import STEP_TOKENS, TOKEN_SECONDS, Histogram
 from decode_node.accept_counters import AcceptCounters
 from decode_node.batch_resources import BatchResources
 from decode_node.parts import Observation
 from decode_node.queues import Queues
-from decode_node.request import Emission
-from decode_node.token_gaps import TokenGaps
+from decode_node.request import DecodeRequest, Emission
 from kv_transfer.receiving import PageReceiver
+
+
+class TokenGaps:
+    """The times between outputs of a request. Requests that took part in two steps in a row share one observation."""
+
+    def __init__(self) -> None:
+        self.seconds = Histogram(TOKEN_SECONDS)
+        self._previous = 0.0  # monotonic seconds when the previous step was read
+        self._continuing = 0  # requests of this step that took part in the previous one
+
+    def drawn(self, request: DecodeRequest, now: float) -> None:
+        """Note that the step that was read at `now` drew tokens of this request."""
+        if request.drawn_at == self._previous:
+            self._continuing += 1
+        else:
+            self.seconds.observe(max(now - request.drawn_at, 0.0))
+        request.drawn_at = now
+
+    def step_ended(self, now: float) -> None:
+        """Note that all requests of this step were given to `drawn`."""
+        if self._continuing:
+            self.seconds.observe(now - self._previous, self._continuing)
+            self._continuing = 0
+        self._previous = now
 
 
 class Report:

@@ -15,7 +15,6 @@ class SenderCounters:
     lost: int = 0  # rooms that ended in any other way, cancelled ones included
     pages_written: int = 0
     pages_by_layer: int = 0  # those of pages_written that left while their forward was running
-    records_written: int = 0
     bytes_written: int = 0
     # of each room that was delivered
     bytes_per_room: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BYTES))
@@ -23,7 +22,6 @@ class SenderCounters:
     refused: Counter[str] = field(default_factory=Counter)  # by cause: version, layout, transport, ...
     malformed: int = 0  # frames that do not decode as a message for this side
     stale_incarnation: int = 0  # frames of a process that was replaced
-    stale_generation: int = 0
     duplicate_slots: int = 0
     invalid_slots: int = 0  # pages or record slot outside of the range that Hello described
     ungreeted_slots: int = 0  # of decode nodes that were reported as lost, and must say Hello again

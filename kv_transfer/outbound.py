@@ -253,7 +253,6 @@ class Outbound:
     def _landed(self, write: PostedWrite) -> list[ToReceiver]:
         assert self.slots is not None
         if write.kind is WriteKind.RECORD:
-            self.counters.records_written += 1
             self._go(SendState.DELIVERED)
             return [RecordWritten(self.room, self.slots.generation, write.nbytes, sending_time())]
         self._checksums.append(write.digests)

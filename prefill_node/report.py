@@ -79,7 +79,7 @@ class Report:
             transferred_pages=sent.pages_written,
             layered_pages=sent.pages_by_layer,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
-            late_messages=sent.stale_generation + sent.stale_incarnation,
+            late_messages=sent.stale_incarnation,
             kv_events_dropped=self._kv_events.dropped,
             kv_events_failures=self._kv_events.failures,
             kv_events_problem=self._kv_events.problem,

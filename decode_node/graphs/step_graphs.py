@@ -9,7 +9,10 @@ import torch
 
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.base import Backend
-from common.engine.graphs.backends.names import NONE
+from common.engine.graphs.backends.full import FullGraphs
+from common.engine.graphs.backends.names import FULL, NONE
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.recorder import recorder_for
 from common.engine.graphs.ladders import (
     decode_request_buckets,
     verify_request_buckets,
@@ -18,8 +21,16 @@ from common.engine.graphs.node_graphs import NodeGraphs, decided
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.state.relay_state import RelayState
 from decode_node.graphs.decode_graph import DecodeGraphs, decode_spec
-from decode_node.graphs.step_backend import step_backend
 from decode_node.page_table import PageTable
+
+
+def step_backend(name: str, device: torch.device) -> Backend:
+    """Return a backend with a memory pool of its own, for one GraphRunner. Raises ValueError for an unknown name."""
+    if name == NONE:
+        return NoGraphs()
+    if name == FULL:
+        return FullGraphs(recorder_for(device))
+    raise ValueError(f"a decode node has no graph backend {name!r}; write {NONE} or {FULL}")
 
 
 def decode_graphs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from decode_node.token_gaps import TokenGaps
+from decode_node.report import TokenGaps
 
 
 def request(drawn_at: float) -> Any:

@@ -827,5 +827,5 @@ def test_a_pause_between_chunks_is_no_stall() -> None:
     assert rig.prefill.poll() == [Delivered(1)]
     counters, size = rig.sender.counters, rig.decode.layout.page_bytes
     record = sum(each.length for each in rig.answers() if isinstance(each, RecordWritten))
-    assert (counters.pages_written, counters.records_written, counters.stalled) == (2, 1, 0)
+    assert (counters.pages_written, counters.delivered, counters.stalled) == (2, 1, 0)
     assert counters.bytes_written == 2 * size + record

@@ -127,7 +127,7 @@ def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
     decode.receiver.close(5)
     assert (prefill.sender.active, decode.receiver.active, decode.receiver.quarantined_pages) == (0, 0, 0)
     assert not prefill.sender.writing
-    assert (prefill.sender.counters.pages_written, prefill.sender.counters.records_written) == (3, 1)
+    assert (prefill.sender.counters.pages_written, prefill.sender.counters.delivered) == (3, 1)
     assert decode.receiver.counters.pages_received == 3
 
 

@@ -161,7 +161,7 @@ def test_an_abort_between_two_layers(fencing: bool) -> None:
     rig.clock.now += 1.5
     events += said(rig)
     assert [event for event in events if isinstance(event, PagesFree)] == [PagesFree(1, tuple(DST))]
-    assert rig.sender.counters.records_written == 0
+    assert rig.sender.counters.delivered == 0
     assert rig.sender.active == rig.sender.draining == 0
 
 

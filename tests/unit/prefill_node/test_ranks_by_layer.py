@@ -200,5 +200,5 @@ def test_a_rank_queues_pages_of_a_forward_that_runs_already() -> None:
         assert transfers.ordered, "the record follows the forward"
         service.turn(GENERATION)
     nodes.turns(3)
-    assert (rank.sender.counters.pages_written, rank.sender.counters.records_written) == (len(SRC), 1)
+    assert (rank.sender.counters.pages_written, rank.sender.counters.delivered) == (len(SRC), 1)
     nodes.close()

@@ -24,8 +24,7 @@ from common.engine.graphs.rules import (
     decide,
 )
 from common.errors import ConfigError, ModelError
-from decode_node.graphs.step_backend import step_backend
-from decode_node.graphs.step_graphs import round_plans
+from decode_node.graphs.step_graphs import round_plans, step_backend
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.prompt_graphs import prefill_graphs
