@@ -100,7 +100,7 @@ class AssistantFormat(ChatFormat):
         deltas = [self._delta(event) for event in events_of_piece]
         logprobs = b"null"
         if self._logprobs is not None and piece.tokens:
-            logprobs = _encode(self._listed([piece]))
+            logprobs = _encode(self._listed(piece))
             deltas = deltas or [b'{"content":""}']
         events = b""
         for delta in deltas:

@@ -16,17 +16,16 @@ from typing import Any
 
 import msgspec
 
-from router.answers.answer_form import AnswerForm, Collector
+from router.answers.answer_form import AnswerForm
 from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Format, Usage
 from router.answers.prompt_pieces import PromptPiece
-from router.answers.whole_answers import AnswerChoice, WholeChoice, whole_answer
+from router.answers.whole_answers import Members, WholeAnswer, WholeChoice
 from router.dispatch.answer_states import AnswerStates
 from router.requests.openai_schema import ChatRequest, CompletionRequest, SharedFields
 from router.tokens.names import TokenNames
 from router.tokens.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
-_OPEN = b'"choices":['
 _PREFIX, _END = b"data: ", b"\n\n"
 
 
@@ -139,104 +138,61 @@ class FormWithDetails:
     def failure(self, body: dict[str, Any], status: int) -> bytes:
         return self._shown.failure(body, status)
 
-    def collector(self, choices: int) -> Collector:
-        return AnswerWithDetails(self._form, self._body, self._prompts, self._told, self._names)
-
-
-class AnswerWithDetails:
-    """Builds a complete answer."""
-
-    def __init__(
-        self,
-        form: Format,
-        body: SharedFields,
-        prompts: Sequence[Sequence[int]],
-        told: Mapping[str, Any],
-        names: TokenNames,
-    ) -> None:
-        """`told`, `names`: as in FormWithDetails."""
-        chat = not isinstance(body, CompletionRequest)
-        self._form = form
-        self._head = form.before_choices()
-        self._choices: list[AnswerChoice] = [WholeChoice(form, index) for index in range(len(prompts))]
-        self._chat_scores: ScoreList | None = None
-        if told:
-            assert self._head.endswith(_OPEN)
-            self._head = self._head[: -len(_OPEN)] + _encode(told)[1:-1] + b"," + _OPEN
-        if body.return_token_ids:
-            self._choices = [
-                ChoiceWithIds(choice, None if chat else ids)
-                for choice, ids in zip(self._choices, prompts, strict=True)
-            ]
-        if body.return_hidden_states:
-            self._choices = [ChoiceWithState(choice) for choice in self._choices]
+    def collector(self, choices: int) -> WholeAnswer:
+        body, scores = self._body, list[PromptScoreList]()
         if body.prompt_logprobs is not None:
-            scores = [ScoreList(ids, body.prompt_logprobs, names) for ids in prompts]
-            if chat:
-                self._chat_scores = scores[0]
-            else:
-                pairs = zip(self._choices, scores, strict=True)
-                self._choices = [ChoiceWithScores(choice, each) for choice, each in pairs]
-
-    def add(self, piece: AnswerPiece) -> None:
-        self._choices[piece.index].add(piece)
-        if self._chat_scores is not None and piece.index == 0:
-            self._chat_scores.add(piece)
-
-    async def parts(self, usage: Usage) -> list[bytes]:
-        parts = await whole_answer(self._head, self._choices, self._form.counted(usage))
-        return parts if self._chat_scores is None else extended(parts, self._chat_scores.member())
+            scores = [PromptScoreList(ids, body.prompt_logprobs, self._names) for ids in self._prompts]
+        whole = []
+        for index, prompt in enumerate(self._prompts):
+            further: list[Members] = []
+            if body.return_token_ids:
+                further.append(TokenIds(None if self._chat else prompt))
+            if body.return_hidden_states:
+                further.append(LastState())
+            if scores and not self._chat:
+                further.append(scores[index])
+            whole.append(WholeChoice(self._form, index, further))
+        first = _encode(self._told)[1:-1] + b"," if self._told else b""
+        return WholeAnswer(self._form, whole, first, scores[0] if scores and self._chat else None)
 
 
-class ChoiceWithIds:
-    """Adds token ids to a choice of a complete answer."""
+class TokenIds:
+    """The members `token_ids` and, in a choice of a completion, `prompt_token_ids`."""
 
-    def __init__(self, choice: AnswerChoice, prompt: Sequence[int] | None) -> None:
+    def __init__(self, prompt: Sequence[int] | None) -> None:
         """`prompt`: ids to list in the choice; None for a chat, whose answer lists them once."""
-        self._choice = choice
         self._prompt = prompt
         self._ids: list[int] = []
 
     def add(self, piece: AnswerPiece) -> None:
-        self._choice.add(piece)
         if not isinstance(piece, PromptPiece):
             self._ids += [token.id for token in piece.tokens]
-
-    @property
-    def characters(self) -> int:
-        return self._choice.characters
 
     def parts(self) -> list[bytes]:
         members = [b',"token_ids":', _encode(self._ids)]
         if self._prompt is not None:
             members += [b',"prompt_token_ids":', _encode(list(self._prompt))]
-        return extended(self._choice.parts(), members)
+        return members
 
 
-class ChoiceWithState:
-    """Adds the hidden state of its last token to a choice of a complete answer."""
+class LastState:
+    """The member `hidden_states`: the state that the last token of a choice was drawn from."""
 
-    def __init__(self, choice: AnswerChoice) -> None:
-        self._choice = choice
+    def __init__(self) -> None:
         self._tokens = 0
         self._states: AnswerStates | None = None
 
     def add(self, piece: AnswerPiece) -> None:
-        self._choice.add(piece)
         if not isinstance(piece, PromptPiece):
             self._tokens += len(piece.tokens)
             self._states = piece.states
 
-    @property
-    def characters(self) -> int:
-        return self._choice.characters
-
     def parts(self) -> list[bytes]:
         found = None if self._states is None else self._states.last(self._tokens)
-        return extended(self._choice.parts(), [b',"hidden_states":', _encode(found)])
+        return [b',"hidden_states":', _encode(found)]
 
 
-class ScoreList:
+class PromptScoreList:
     """The member `prompt_logprobs`: null for the first token, then id -> log-probability of each and its likeliest."""
 
     def __init__(self, ids: Sequence[int], top: int, names: TokenNames) -> None:
@@ -253,38 +209,12 @@ class ScoreList:
             entries.setdefault(token, self._entry(token, score.logprob, score.rank))
             self._parts.append(_encode(entries))
 
-    def member(self) -> list[bytes]:
+    def parts(self) -> list[bytes]:
         return [b',"prompt_logprobs":[', b",".join(self._parts), b"]"]
 
     def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         shown = max(LOWEST_LOGPROB, logprob)
         return {"logprob": shown, "rank": rank, "decoded_token": self._names.token_text(token)}
-
-
-class ChoiceWithScores:
-    """Adds the log-probabilities of the prompt to a choice of a complete answer."""
-
-    def __init__(self, choice: AnswerChoice, scores: ScoreList) -> None:
-        self._choice = choice
-        self._scores = scores
-
-    def add(self, piece: AnswerPiece) -> None:
-        self._choice.add(piece)
-        self._scores.add(piece)
-
-    @property
-    def characters(self) -> int:
-        return self._choice.characters
-
-    def parts(self) -> list[bytes]:
-        return extended(self._choice.parts(), self._scores.member())
-
-
-def extended(parts: Sequence[bytes], members: Sequence[bytes]) -> list[bytes]:
-    """Return the parts of a JSON object with more members at its end."""
-    *before, last = parts
-    assert last.endswith(b"}")
-    return [*before, last[:-1], *members, b"}"]
 
 
 def _events(sent: bytes) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from router.answers.openai_responses import Format, Usage, error_event
-from router.answers.whole_answers import WholeAnswer
+from router.answers.whole_answers import WholeAnswer, WholeChoice
 from router.http.sse import DONE
 
 
@@ -27,4 +27,4 @@ class OpenAiForm:
         return error_event(body)
 
     def collector(self, choices: int) -> WholeAnswer:
-        return WholeAnswer(self._form, choices)
+        return WholeAnswer(self._form, [WholeChoice(self._form, index) for index in range(choices)])

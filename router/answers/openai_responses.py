@@ -108,8 +108,8 @@ class Format(ABC):
         return b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
     def before_choices(self) -> bytes:
-        """Return the complete answer up to its choices."""
-        return _encode({"object": self.whole, **self._head})[:-1] + b',"choices":['
+        """Return the complete answer up to the member that has its choices."""
+        return _encode({"object": self.whole, **self._head})[:-1] + b","
 
     @abstractmethod
     def before_text(self, index: int) -> bytes:
@@ -133,12 +133,12 @@ class Format(ABC):
 
     def fragments(self, piece: AnswerPiece) -> list[bytes]:
         """Return what a piece adds to each of `columns`: items of a JSON list, without the brackets."""
-        listed = self._listed([piece]) or {}
+        listed = self._listed(piece) or {}
         return [_encode(listed[name])[1:-1] for name in self.columns]
 
     @abstractmethod
-    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
-        """Return the logprobs of consecutive pieces."""
+    def _listed(self, piece: AnswerPiece) -> dict[str, Any] | None:
+        """Return the logprobs of a piece."""
 
     def _others(self, found: TokenLogprob) -> list[tuple[int, float]]:
         """Return the tokens that are listed with one, and their log-probabilities."""
@@ -225,19 +225,18 @@ class ChatFormat(Format):
             )
         events = b""
         if piece.text or (self._logprobs is not None and piece.tokens):
-            logprobs = b"null" if self._logprobs is None else _encode(self._listed([piece]))
+            logprobs = b"null" if self._logprobs is None else _encode(self._listed(piece))
             delta = b'{"content":' + _encode(piece.text) + b"}"
             events = self._event(chunk(piece.index, delta, logprobs, b"null"), usage)
         if piece.finish_reason is not None:
             events += self._event(last_chunk(piece, piece.finish_reason), usage)
         return events
 
-    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
+    def _listed(self, piece: AnswerPiece) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        tokens = (token for piece in pieces for token in piece.tokens)
         return {
-            "content": [self._entry(token) for token in tokens if token.logprob is not None],
+            "content": [self._entry(token) for token in piece.tokens if token.logprob is not None],
             "refusal": None,
         }
 
@@ -282,7 +281,7 @@ class CompletionFormat(Format):
             return (
                 b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null,"matched_stop":null}]%b}\n\n'
             ) % (before, _encode(piece.text), usage)
-        listed = self._listed([piece])
+        listed = self._listed(piece)
         if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
             return b""
         choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
@@ -294,7 +293,7 @@ class CompletionFormat(Format):
         )
         return self._event(choice, usage)
 
-    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
+    def _listed(self, piece: AnswerPiece) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         text_of = self._names.token_text
@@ -302,19 +301,17 @@ class CompletionFormat(Format):
         texts: list[str] = []
         values: list[float] = []
         tops: list[dict[str, float]] = []
-        for piece in pieces:
-            for token, offset in zip(piece.tokens, piece.offsets):
-                if (found := token.logprob) is None:
-                    continue
-                offsets.append(offset)
-                texts.append(text_of(token.id))
-                values.append(max(LOWEST_LOGPROB, found.logprob))
-                top: dict[str, float] = {}
-                # The sampled token is always listed. Of several tokens with the same text, the most likely one counts.
-                pairs = [*self._others(found), (token.id, found.logprob)]
-                for each, value in pairs:
-                    top.setdefault(text_of(each), max(LOWEST_LOGPROB, value))
-                tops.append(top)
+        for token, offset in zip(piece.tokens, piece.offsets):
+            if (found := token.logprob) is None:
+                continue
+            offsets.append(offset)
+            texts.append(text_of(token.id))
+            values.append(max(LOWEST_LOGPROB, found.logprob))
+            top: dict[str, float] = {}
+            # The sampled token is always listed. Of several tokens with the same text, the most likely one counts.
+            for each, value in [*self._others(found), (token.id, found.logprob)]:
+                top.setdefault(text_of(each), max(LOWEST_LOGPROB, value))
+            tops.append(top)
         return {"text_offset": offsets, "tokens": texts, "token_logprobs": values, "top_logprobs": tops}
 
 

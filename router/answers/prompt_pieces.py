@@ -120,9 +120,8 @@ async def with_prompt(
 class EchoFormat(CompletionFormat):
     """Formats completions whose log-probabilities begin with those of the prompt: null for its first token."""
 
-    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
-        listed = super()._listed(pieces)
-        [piece] = pieces
+    def _listed(self, piece: AnswerPiece) -> dict[str, Any] | None:
+        listed = super()._listed(piece)
         if listed is None or not isinstance(piece, PromptPiece) or not (piece.first and piece.tokens):
             return listed
         name = self._names.token_text(piece.tokens[0].id)

@@ -19,29 +19,26 @@ LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
 _encode = msgspec.json.Encoder().encode
 
 
-class AnswerChoice(Protocol):
-    """One choice of a complete answer."""
+class Members(Protocol):
+    """Further members at the end of a JSON object: of a choice, or of the answer."""
 
     def add(self, piece: AnswerPiece) -> None:
-        """Add a piece; they arrive in order."""
-        ...
-
-    @property
-    def characters(self) -> int:
-        """Number of characters of its text."""
+        """Add a piece; those of one choice arrive in order."""
         ...
 
     def parts(self) -> list[bytes]:
-        """Return the choice as JSON. Nothing may be added afterwards."""
+        """Return the members as JSON, each after a comma. Nothing may be added afterwards."""
         ...
 
 
 class WholeChoice:
     """One choice of the answer; `add` its pieces in order."""
 
-    def __init__(self, form: Format, index: int) -> None:
+    def __init__(self, form: Format, index: int, further: Sequence[Members] = ()) -> None:
+        """`further`: what follows the members that every choice has."""
         self._form = form
         self._index = index
+        self._further = further
         self._texts: list[str] = []
         self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns) if form.columns else ()
         self._last: AnswerPiece | None = None
@@ -53,6 +50,8 @@ class WholeChoice:
                 if fragment:
                     column.append(fragment)
         self._last = piece
+        for members in self._further:
+            members.add(piece)
 
     @property
     def characters(self) -> int:
@@ -71,6 +70,7 @@ class WholeChoice:
             b',"finish_reason":',
             _encode(form.finish_reason(self._index, last.finish_reason)),
             end_members(last),
+            *(part for members in self._further for part in members.parts()),
             b"}",
         ]
 
@@ -78,31 +78,40 @@ class WholeChoice:
 class WholeAnswer:
     """All choices of the answer; `add` pieces as they arrive."""
 
-    def __init__(self, form: Format, choices: int) -> None:
+    def __init__(
+        self,
+        form: Format,
+        choices: Sequence[WholeChoice],
+        first: bytes = b"",
+        last: Members | None = None,
+    ) -> None:
+        """
+        Args:
+            first: further members before the choices, each followed by a comma.
+            last: further members at the end, made from the pieces of the first choice.
+        """
         self._form = form
-        self._choices = [WholeChoice(form, index) for index in range(choices)]
+        self._choices = choices
+        self._first = first
+        self._last = last
 
     def add(self, piece: AnswerPiece) -> None:
         self._choices[piece.index].add(piece)
+        if self._last is not None and piece.index == 0:
+            self._last.add(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:
-        """Return the body as consecutive parts."""
-        return await whole_answer(self._form.before_choices(), self._choices, self._form.counted(usage))
-
-
-async def whole_answer(head: bytes, choices: Sequence[AnswerChoice], usage: Usage) -> list[bytes]:
-    """Return the body as consecutive parts, of which `head` ends where the choices begin.
-
-    Long texts are encoded in separate turns of the event loop.
-    """
-    parts, since = [head], 0
-    for number, choice in enumerate(choices):
-        since += choice.characters
-        if since > LARGE_TEXT:
-            await asyncio.sleep(0)
-            since = 0
-        parts += [b",", *choice.parts()] if number else choice.parts()
-    return [*parts, b'],"usage":', _encode(usage.report()), b"}"]
+        """Return the body as consecutive parts. Long texts are encoded in separate turns of the event loop."""
+        form = self._form
+        parts, since = [form.before_choices(), self._first, b'"choices":['], 0
+        for number, choice in enumerate(self._choices):
+            since += choice.characters
+            if since > LARGE_TEXT:
+                await asyncio.sleep(0)
+                since = 0
+            parts += [b",", *choice.parts()] if number else choice.parts()
+        last = [] if self._last is None else self._last.parts()
+        return [*parts, b'],"usage":', _encode(form.counted(usage).report()), *last, b"}"]
 
 
 def _object(names: tuple[str, ...], columns: tuple[list[bytes], ...], constant: bytes) -> list[bytes]:

@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from common.messages.generation import OutputToken, TokenLogprob
 from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Format, Usage
-from router.answers.whole_answers import LARGE_TEXT, WholeChoice, whole_answer
+from router.answers.whole_answers import LARGE_TEXT, WholeAnswer, WholeChoice
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL
 
@@ -50,12 +51,12 @@ def form_of(chat: bool, logprobs: int | None) -> Format:
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 async def test_it_holds_all_pieces_and_nothing_is_left_for_the_end(chat: bool, logprobs: int | None) -> None:
     form = form_of(chat, logprobs)
-    choices = [WholeChoice(form, index) for index in range(2)]
-    for choice in choices:
+    whole = WholeAnswer(form, [WholeChoice(form, index) for index in range(2)])
+    for index in range(2):
         for piece in pieces(3):
-            choice.add(piece)
+            whole.add(replace(piece, index=index))
     asked = tokenizer().asked
-    body = b"".join(await whole_answer(form.before_choices(), choices, Usage(2, 6, 1)))
+    body = b"".join(await whole.parts(Usage(2, 6, 1)))
     assert tokenizer().asked == asked
     answer = json.loads(body)
     assert list(answer) == ["object", "id", "created", "model", "system_fingerprint", "choices", "usage"]
@@ -80,7 +81,7 @@ async def test_it_holds_all_pieces_and_nothing_is_left_for_the_end(chat: bool, l
 
 async def test_no_part_of_a_long_answer_is_large() -> None:
     form = form_of(True, 2)
-    choice = WholeChoice(form, 0)
+    whole = WholeAnswer(form, [WholeChoice(form, 0)])
     for piece in pieces(2000, "x" * 10):
-        choice.add(piece)
-    assert max(map(len, await whole_answer(form.before_choices(), [choice], Usage()))) < LARGE_TEXT
+        whole.add(piece)
+    assert max(map(len, await whole.parts(Usage()))) < LARGE_TEXT
