@@ -20,8 +20,9 @@ from router.apis.generate_request import (
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.renamed_fields import renamed_fields
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
+from router.requests.chat_rules import bounded_chat
 from router.requests.field_rules import undeclared, undeclared_inside
-from router.requests.openai_schema import compact_chat, compact_completion
+from router.requests.openai_schema import compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
 ChatTask = TypeVar("ChatTask", MessagesTask, ResponsesTask)
@@ -36,7 +37,7 @@ class TaskReader(Generic[T]):
         fields: the fields of a body.
         inner: a field that is an object, or a list of objects, and the fields of each.
         read: parses a body. Raises InvalidRequest.
-        compact: makes the same task of a large body cheap to decode, see `compact_chat`. Raises InvalidRequest.
+        compact: makes the same task of a large body cheap to decode, see `bounded_chat`. Raises InvalidRequest.
     """
 
     api: str
@@ -74,7 +75,8 @@ def _compact_generate(task: GenerateTask) -> GenerateTask:
 
 
 def _compact_chat(task: ChatTask) -> ChatTask:
-    return msgspec.structs.replace(task, chat=compact_chat(task.chat))
+    with renamed_fields(task.places):
+        return msgspec.structs.replace(task, chat=bounded_chat(task.chat))
 
 
 GENERATE = TaskReader(

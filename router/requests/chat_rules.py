@@ -13,6 +13,7 @@ from router.grammar.lark import Lark
 from router.requests.chat_fields import (
     ChatToolChoice,
     Function,
+    Tool,
     allowed_functions,
     check_calls,
     check_tools,
@@ -20,7 +21,7 @@ from router.requests.chat_fields import (
     template_tools,
     template_variables,
 )
-from router.requests.openai_schema import ChatRequest
+from router.requests.openai_schema import ChatRequest, Message, compact_chat
 from router.requests.thinking_budget import Budget, asked_budget
 
 
@@ -89,7 +90,7 @@ class ChatRules:
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     """Return the rules of a request. Raises InvalidRequest, which names the field."""
-    functions: Sequence[Function] = check_chat_fields(request)
+    functions: Sequence[Function] = check_chat_fields(request.tools, request.messages)
     choice, functions = tool_choice(request.tool_choice, functions)
     _check_choice(choice, functions, request, style)
     if functions and choice != "none":
@@ -127,12 +128,21 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     )
 
 
-def check_chat_fields(request: ChatRequest) -> list[Function]:
+def check_chat_fields(tools: Sequence[Tool] | None, messages: Sequence[Message]) -> list[Function]:
     """Check the bounds of tools and of the calls in messages; return the functions. Raises InvalidRequest."""
-    functions = check_tools(request.tools or [])
-    for index, message in enumerate(request.messages):
-        check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+    functions = check_tools(tools or ())
+    for index, message in enumerate(messages):
+        check_calls(message.tool_calls or (), f"messages[{index}].tool_calls")
     return functions
+
+
+def bounded_chat(request: ChatRequest) -> ChatRequest:
+    """Return a request of a large body as `compact_chat` does, once its tools and calls are within their bounds.
+
+    Raises InvalidRequest.
+    """
+    check_chat_fields(request.tools, request.messages)
+    return compact_chat(request)
 
 
 def tool_choice(

@@ -16,9 +16,9 @@ from common.errors import InvalidRequest, RequestError
 from router.apis.tasks import READERS
 from router.grammar.constraint import Constraint
 from router.grammar.grammar_work import GrammarWork
-from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
+from router.requests.chat_fields import template_tools, template_variables
 from router.requests.chat_input import ChatInput, with_packed_input
-from router.requests.chat_rules import check_chat_fields, tool_choice
+from router.requests.chat_rules import bounded_chat, check_chat_fields, tool_choice
 from router.requests.checks import check_name, check_tokens_in_vocabulary
 from router.requests.field_rules import refuse_fields, undeclared
 from router.requests.json_body import decode_json
@@ -26,7 +26,6 @@ from router.requests.openai_schema import (
     NOT_YET,
     ChatRequest,
     CompletionRequest,
-    compact_chat,
     compact_completion,
     prompt_names,
     refuse_unsupported_messages,
@@ -88,12 +87,6 @@ def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
     return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
 
 
-def _compact(request: ChatRequest) -> ChatRequest:
-    """Compact a chat request. Raises InvalidRequest for what exceeds a limit."""
-    check_chat_fields(request)
-    return compact_chat(request)
-
-
 def _with_ids_that_fit(request: CompletionRequest, max_model_len: int) -> CompletionRequest:
     """Cut packed token ids as the request asks, or check that they fit. Raises InvalidRequest or ContextTooLong."""
     if not isinstance(request.prompt, list):
@@ -143,7 +136,7 @@ class TextWork:
             case ReadChat():
                 self._limit(READ_SECONDS)
                 chat, unknown = read_chat(payload)
-                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(_compact(chat))
+                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(bounded_chat(chat))
             case ReadCompletion():
                 self._limit(READ_SECONDS)
                 read, unknown = read_completion(payload)
@@ -204,9 +197,7 @@ class TextWork:
             raise InvalidRequest("prompt and messages cannot be combined; send one of them", param="messages")
         refuse_fields(body, NOT_YET)
         refuse_unsupported_messages(body.messages)
-        choice, functions = tool_choice(body.tool_choice, check_tools(body.tools or []))
-        for index, message in enumerate(body.messages):
-            check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+        choice, functions = tool_choice(body.tool_choice, check_chat_fields(body.tools, body.messages))
         tools = [] if choice == "none" else template_tools(functions)
         variables = template_variables(body.chat_template_kwargs, body.reasoning_effort, allowed)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import Unavailable
+from common.errors import InvalidRequest, Unavailable
+from router.apis.tasks import READERS
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
 from router.auth.quotas import Quotas
+from router.requests.chat_fields import MAX_VALUES
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.unit.router.auth.test_gates import NOW
@@ -79,3 +81,21 @@ async def test_a_schema_constrains_the_answers_of_all_routes(rig: Rig) -> None:
     ):
         status, answer, _ = await rig.post(path, body)
         assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("api", "tool", "field"),
+    [
+        ("responses", {"type": "function", "name": "f"}, "parameters"),
+        ("messages", {"name": "f"}, "input_schema"),
+        ("count_tokens", {"name": "f"}, "input_schema"),
+    ],
+)
+def test_a_worker_refuses_tools_that_the_router_would_take_long_to_decode(
+    api: str, tool: dict[str, Any], field: str
+) -> None:
+    values = {"enum": [0] * (MAX_VALUES + 1)}
+    body = {**BODIES.get(f"/v1/{api}", BODIES["/v1/messages"]), "tools": [{**tool, field: values}]}
+    with pytest.raises(InvalidRequest, match="too many values") as refused:
+        READERS[api].packed(json.dumps(body).encode())
+    assert refused.value.param == f"tools[0].{field}"
