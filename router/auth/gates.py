@@ -23,14 +23,13 @@ from router.auth.quotas import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.http.answer_headers import listener_headers_key
 from router.http.client import Client, View, client_address, client_key
 from router.http.errors import request_id_key
-from router.http.matched_route import matched_route
+from router.http.matched_route import PROBES, matched_route
 from router.page.routes import FILES
 
 METRICS = "/metrics"
-# Routes that orchestrators call without a key.
-PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
 # The page for people, without any data. What it shows it fetches with the key that is typed into it.
 PAGE = frozenset(("/", FILES))
+# Orchestrators have no key either.
 OPEN_ROUTES = PROBES | PAGE
 ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
 # For every key, and not counted against its limits: a client at its limit must be able to end its requests.

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
+# Routes by which orchestrators ask whether the process runs, whether it is healthy, and whether it takes requests.
+LIVE = ("/live", "/liveness", "/ping")
+HEALTH = ("/health", "/health_generate")
+READY = ("/ready", "/readiness")
+PROBES = frozenset((*LIVE, *HEALTH, *READY))
+
 
 class PlainMatch(web.UrlMappingMatchInfo):
     """The match of a route without variables, shared by all of its requests."""

@@ -12,17 +12,12 @@ from prometheus_client.registry import Collector
 
 from common.observability.histogram import Histogram
 from router.http.errors import arrived_key
-from router.http.matched_route import matched_route
+from router.http.matched_route import PROBES, matched_route
 from router.metrics.histogram import bucket_rows
 
 SECONDS = (0.1, 0.5, 1)
 NONE = "none"  # the handler of paths that no route serves
-UNCOUNTED = frozenset(
-    (
-        *("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"),
-        *("/metrics", "/load", "/v1/loads", "/get_load", "/server_info", "/get_server_info"),
-    )
-)
+UNCOUNTED = PROBES | {"/metrics", "/load", "/v1/loads", "/get_load", "/server_info", "/get_server_info"}
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
-from common.messages.generation import MAX_BIASES, MAX_LOGPROB_IDS, MAX_PRIORITY, SamplingParams, TokenBias
+from common.messages.generation import MAX_PRIORITY, SamplingParams, TokenBias
 from common.random_bytes import random_bits
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.requests.hidden_states import StateLimit
@@ -18,6 +18,7 @@ from router.requests.openai_schema import (
     TOP_LOGPROBS,
     SharedFields,
     TokenIds,
+    check_size,
     refuse_unsupported,
 )
 
@@ -166,7 +167,7 @@ def sampling_params(
         frequency_penalty=0.0
         if request.frequency_penalty is None
         else _FREQUENCY.checked(request.frequency_penalty),
-        logit_bias=_logit_bias(request.logit_bias, model.vocab_size) if request.logit_bias else (),
+        logit_bias=_logit_bias(request, model.vocab_size) if request.logit_bias else (),
         min_tokens=(
             _min_tokens(request.min_tokens, most, len(stop_tokens), model.vocab_size)
             if request.min_tokens
@@ -175,11 +176,7 @@ def sampling_params(
         seed=random_bits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
-        logprob_ids=(
-            _logprob_ids(request.logprob_token_ids, logprobs, model.vocab_size)
-            if request.logprob_token_ids
-            else ()
-        ),
+        logprob_ids=_logprob_ids(request, logprobs, model.vocab_size) if request.logprob_token_ids else (),
         grammar=grammar,
     )
 
@@ -227,23 +224,20 @@ def reported_stops(request: SharedFields, sampling: SamplingParams, model: Serve
     return stop_tokens - {model.primary_eos}
 
 
-def _logprob_ids(given: list[int], logprobs: int | None, vocab_size: int) -> tuple[int, ...]:
+def _logprob_ids(request: SharedFields, logprobs: int | None, vocab_size: int) -> tuple[int, ...]:
     if logprobs is None:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
-    if len(given) > MAX_LOGPROB_IDS:
-        raise InvalidRequest(
-            f"logprob_token_ids takes at most {MAX_LOGPROB_IDS} token ids", param="logprob_token_ids"
-        )
+    check_size(request, "logprob_token_ids")
+    given = request.logprob_token_ids or []
     check_tokens_in_vocabulary(given, vocab_size, "logprob_token_ids")
     return tuple(given)
 
 
-def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
+def _logit_bias(request: SharedFields, vocab_size: int) -> tuple[TokenBias, ...]:
     """Parse biases. Token ids are decimal without sign, spaces or leading zeros, so that no id occurs twice."""
-    if len(given) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    check_size(request, "logit_bias")
     biases: list[TokenBias] = []
-    for key, bias in given.items():
+    for key, bias in (request.logit_bias or {}).items():
         plain = key.isascii() and key.isdigit() and len(key) < 10 and key == str(int(key))
         if not plain or int(key) >= vocab_size:
             raise InvalidRequest(

@@ -306,27 +306,30 @@ def _check_sizes(request: SharedFields) -> None:
     refuse_unsupported(request)
     read_constraint(request)
     check_stops(request)
-    if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
-        raise InvalidRequest(
-            f"stop_token_ids takes at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
-        )
-    if len(request.allowed_token_ids or ()) > MAX_ALLOWED:
-        raise InvalidRequest(
-            f"allowed_token_ids takes at most {MAX_ALLOWED} token ids", param="allowed_token_ids"
-        )
-    if len(request.logprob_token_ids or ()) > MAX_LOGPROB_IDS:
-        raise InvalidRequest(
-            f"logprob_token_ids takes at most {MAX_LOGPROB_IDS} token ids", param="logprob_token_ids"
-        )
-    if len(request.bad_words or ()) > MAX_BAD_WORDS // 2:
-        raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS // 2} words", param="bad_words")
-    if len(request.logit_bias or ()) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    for field in _LIST_LIMITS:
+        check_size(request, field)
     for field in request.__struct_fields__:  # msgpack cannot encode larger integers
         value = getattr(request, field)
         values = value if field in TOKEN_LISTS and value else (value,)
         if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
             raise InvalidRequest(f"{field} must fit in 64 bits", param=field)
+
+
+# field -> how many items it may have, and what they are
+_LIST_LIMITS = {
+    "stop_token_ids": (MAX_STOP_TOKENS, "token ids"),
+    "allowed_token_ids": (MAX_ALLOWED, "token ids"),
+    "logprob_token_ids": (MAX_LOGPROB_IDS, "token ids"),
+    "bad_words": (MAX_BAD_WORDS // 2, "words"),
+    "logit_bias": (MAX_BIASES, "tokens"),
+}
+
+
+def check_size(request: SharedFields, field: str) -> None:
+    """Raise InvalidRequest if a field with a bounded number of items has more of them."""
+    most, items = _LIST_LIMITS[field]
+    if len(getattr(request, field) or ()) > most:
+        raise InvalidRequest(f"{field} takes at most {most} {items}", param=field)
 
 
 def check_stops(request: SharedFields) -> list[str]:

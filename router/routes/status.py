@@ -16,6 +16,7 @@ from router.apis.responses_answer import RESPONSE_ID
 from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import error_body, json_response
+from router.http.matched_route import HEALTH, LIVE, READY
 from router.nodes.pool_load import PoolLoad
 from router.requests.checks import ServedModel, check_name
 
@@ -49,11 +50,11 @@ class StatusRoutes:
         self._peers = peers
 
     def add_to(self, app: web.Application) -> None:
-        for path in ("/live", "/liveness", "/ping"):
+        for path in LIVE:
             app.router.add_get(path, self.live)
-        for path in ("/health", "/health_generate"):
+        for path in HEALTH:
             app.router.add_get(path, self.health)
-        for path in ("/ready", "/readiness"):
+        for path in READY:
             app.router.add_get(path, self.ready)
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self.server_info)

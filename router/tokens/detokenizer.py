@@ -207,12 +207,12 @@ def _alphabet() -> dict[str, int]:
     return table | {chr(256 + number): byte for number, byte in enumerate(rest)}
 
 
-_BYTE_OF = _alphabet()
+BYTE_OF = _alphabet()
 
 
 def _bytes_of(token: str) -> bytes:
     """Return the bytes of a token. As in the library, a token with a character outside the alphabet is plain text."""
     try:
-        return bytes([_BYTE_OF[character] for character in token])
+        return bytes([BYTE_OF[character] for character in token])
     except KeyError:
         return token.encode()

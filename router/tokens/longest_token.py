@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from router.tokens.detokenizer import BYTE_OF
+
 # The longest canonical decomposition has 4 code points, so composition merges at most 4 into one.
 COMPOSED = 4
 _KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
@@ -108,15 +110,9 @@ def _vocabulary(model: dict[str, Any], byte_level: bool) -> list[str]:
         raise _Unbounded  # a whole word may become one unknown token
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _Unbounded  # letters are known only with these affixes
-    every_byte_letter = byte_level and tokens.issuperset(_byte_letters())
+    every_byte_letter = byte_level and tokens.issuperset(BYTE_OF)
     every_byte = bool(model.get("byte_fallback")) and tokens.issuperset(f"<0x{b:02X}>" for b in range(256))
     one_each = model["type"] == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
     if not (every_byte_letter or every_byte or one_each):
         raise _Unbounded  # unknown characters are dropped, or several become one token
     return list(tokens)
-
-
-def _byte_letters() -> set[str]:
-    """GPT-2's 256 letters, one per byte: printable bytes represent themselves, others are shifted up."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    return {chr(byte) for byte in printable} | {chr(0x100 + n) for n in range(256 - len(printable))}
