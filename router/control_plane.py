@@ -38,10 +38,10 @@ from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.turn_steps import STEPS_PER_TURN, runs_within, steps_of
+from router.nodes.message_sender import MessageSender
 from router.nodes.operator_orders import OperatorOrders
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
-from router.nodes.speaker import Speaker
 from router.process.freed_memory import FreedMemory
 
 SWEEP_INTERVAL = 0.25
@@ -192,35 +192,35 @@ class ControlPlane:
         while self._unhandled and left > 0:
             identity, read = self._unhandled.popleft()
             try:
-                speaker = Speaker.of(identity)
-                node = self._registry.get(speaker.incarnation)
+                sender = MessageSender.of(identity)
+                node = self._registry.get(sender.incarnation)
                 if node is not None and identity != node.control_link:
-                    speaker.check(node)
-                message = self._decode(speaker, read) if isinstance(read, bytes) else Tokens(runs=read)
+                    sender.check(node)
+                message = self._decode(sender, read) if isinstance(read, bytes) else Tokens(runs=read)
                 if message is None:
                     left -= 1
                 elif isinstance(message, Tokens):
                     runs, steps = runs_within(message.runs, left)
-                    self._on_runs(speaker, message.runs[:runs])
+                    self._on_runs(sender, message.runs[:runs])
                     if len(message.runs) > runs:
                         self._unhandled.appendleft((identity, message.runs[runs:]))
                     left -= steps
                 else:
-                    self._on_message(speaker, message, len(read))
+                    self._on_message(sender, message, len(read))
                     left -= steps_of(message)
             except (ProtocolError, UnicodeDecodeError) as error:
                 left -= 1
                 self._socket.refuse(identity, str(error))
 
-    def _decode(self, speaker: Speaker, frame: bytes) -> RouterMessage | None:
+    def _decode(self, sender: MessageSender, frame: bytes) -> RouterMessage | None:
         """Return the message; None for a node of another version, which is refused. Raises ProtocolError."""
         try:
             return codec.decode(frame)
         except ProtocolError:
-            refusal = undecodable_version(frame, Register.__name__, speaker.name)
+            refusal = undecodable_version(frame, Register.__name__, sender.name)
             if refusal is None:
                 raise
-            self._answer_registration(speaker, speaker.name, refusal)
+            self._answer_registration(sender, sender.name, refusal)
             return None
 
     def _cut_off(self, peer: str) -> None:
@@ -234,12 +234,12 @@ class ControlPlane:
                 self._socket.send(node.routing_id.encode(), encode(Rejected(reason=TOO_MANY_BAD_FRAMES)))
                 self._registry.lose(node, "it sent too many invalid frames", "cut_off")
 
-    def _on_message(self, speaker: Speaker, message: RouterMessage, nbytes: int) -> None:
-        identity = speaker.incarnation
+    def _on_message(self, sender: MessageSender, message: RouterMessage, nbytes: int) -> None:
+        identity = sender.incarnation
         if isinstance(message, Heartbeat):
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
-                self._socket.datagram(speaker.routing_id, encode(self._ack(message.sequence, known)))
+                self._socket.datagram(sender.routing_id, encode(self._ack(message.sequence, known)))
         elif isinstance(message, FirstToken):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
@@ -271,14 +271,14 @@ class ControlPlane:
         elif isinstance(message, Failed):
             self._on_failed(identity, message)
         elif isinstance(message, Register):
-            self._on_register(speaker, message, nbytes)
+            self._on_register(sender, message, nbytes)
         elif isinstance(message, ProfileEnded | ChangeAnswered):
             self._orders.answered(identity, message)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
 
-    def _on_runs(self, speaker: Speaker, runs: Sequence[TokenRun]) -> None:
-        identity = speaker.incarnation
+    def _on_runs(self, sender: MessageSender, runs: Sequence[TokenRun]) -> None:
+        identity = sender.incarnation
         for run in runs:
             attempt = self._dispatcher.attempt(run.room)
             if attempt is None or attempt.decode.incarnation != identity:
@@ -309,8 +309,8 @@ class ControlPlane:
             attempt.decode_over = True
         self._dispatcher.failed(attempt, node, error)
 
-    def _on_register(self, speaker: Speaker, message: Register, nbytes: int) -> None:
-        if message.link_id().encode() != speaker.routing_id:
+    def _on_register(self, sender: MessageSender, message: Register, nbytes: int) -> None:
+        if message.link_id().encode() != sender.routing_id:
             raise ProtocolError("a node sent the registration of another node")
         try:
             checked = self.rules.check(message, nbytes)
@@ -322,20 +322,20 @@ class ControlPlane:
             refusal = self._registry.register(checked, pattern, movable)
         except HandshakeRefused as error:
             refusal = str(error)
-        self._answer_registration(speaker, message.node.name, refusal)
+        self._answer_registration(sender, message.node.name, refusal)
 
-    def _answer_registration(self, speaker: Speaker, name: str, refusal: str | None) -> None:
+    def _answer_registration(self, sender: MessageSender, name: str, refusal: str | None) -> None:
         """`refusal`: the sentence that says why the node is refused; None if it is registered now."""
         answer: Registered | Rejected
         if refusal is None:
-            self._socket.vouch_for(speaker.routing_id)
+            self._socket.vouch_for(sender.routing_id)
             answer = Registered(
                 router_incarnation=self._incarnation, protocol_version=CONTROL_PROTOCOL_VERSION
             )
         else:
             self._refused_nodes.warning(name, refusal)
             answer = Rejected(reason=refusal)
-        self._socket.send(speaker.routing_id, encode(answer))
+        self._socket.send(sender.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:
         """Probe all nodes to find out whose socket has closed. A dead process is found within milliseconds."""

@@ -13,11 +13,11 @@ from router.http.client import View
 from router.nodes.health import Condition
 from router.nodes.registry import Node
 from router.requests.checks import ServedModel
-from router.requests.openai_schema import ChatRequest, CompletionRequest, honoured
+from router.requests.openai_schema import ChatRequest, CompletionRequest, supported_fields
 
 PARAMETERS = {
-    "/v1/chat/completions": honoured(ChatRequest),
-    "/v1/completions": honoured(CompletionRequest),
+    "/v1/chat/completions": supported_fields(ChatRequest),
+    "/v1/completions": supported_fields(CompletionRequest),
 }
 
 

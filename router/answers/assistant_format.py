@@ -73,8 +73,8 @@ class AssistantFormat(ChatFormat):
 
     def encoded_text(self, index: int, text: str) -> bytes:
         message = self._messages[index]
-        said = self.echoed + text
-        return b"null" if not said and (message.calls or message.reasoning) else _encode(said)
+        content = self.echoed + text
+        return b"null" if not content and (message.calls or message.reasoning) else _encode(content)
 
     def end_of_message(self, index: int) -> bytes:
         message, fields = self._messages[index], b',"refusal":null'

@@ -20,13 +20,13 @@ from router.requests.thinking_budget import refuse_constrained
 from router.tokens.tokenizer import Tokenizer
 
 
-def said_last(last: Message) -> str:
+def assistant_text(last: Message) -> str:
     """Return the text of a chat's last message if it is the assistant's."""
     if last.role != "assistant" or last.content is None:
         return ""
     if isinstance(last.content, str):
         return last.content
-    return "".join(part.said or "" for part in last.content)
+    return "".join(part.plain_text or "" for part in last.content)
 
 
 class ChatAnswer:

@@ -39,11 +39,11 @@ from router.dispatch.generation import (
 )
 from router.dispatch.in_flight import InFlight
 from router.dispatch.isolation import NO_TRIAL, Trial
-from router.dispatch.legs import check_length, placement_messages
 from router.dispatch.limits import DispatchLimits
 from router.dispatch.open_attempts import OpenAttempts
 from router.dispatch.pair_wait import PairWait
 from router.dispatch.placement_feedback import PlacementFeedback
+from router.dispatch.placement_messages import check_length, placement_messages
 from router.dispatch.poison_watch import PoisonWatch, poison_error
 from router.dispatch.retries import Retries
 from router.dispatch.retry_budget import RetryBudget

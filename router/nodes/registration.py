@@ -94,12 +94,12 @@ class RegistrationRules:
 
         Raises HandshakeRefused if it says something else than the cluster file.
         """
-        name, said = node.node.name, node.effective_config
+        name, reported = node.node.name, node.effective_config
         entry = NodeNames.of(self.nodes).entry(name)
         expected = None if entry is None else self.nodes[entry].of(node.node.role).events
-        if expected is None or "kv_events" not in said:
+        if expected is None or "kv_events" not in reported:
             return None
-        events, replay = (str(said.get(key, "")) for key in ("kv_events", "kv_events_replay"))
+        events, replay = (str(reported.get(key, "")) for key in ("kv_events", "kv_events_replay"))
         return peer_address(name, expected[0], events), peer_address(name, expected[1], replay)
 
     def pattern(self, name: str) -> Pattern | None:

@@ -71,12 +71,12 @@ class ContentPart(msgspec.Struct, frozen=True):
     thinking: str | None = None
 
     @property
-    def said(self) -> str | None:
+    def plain_text(self) -> str | None:
         """The text of a part that is text, such as the model's refusal in an earlier answer; None for other types."""
         return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
 
     @property
-    def thought(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         """The text of a part that is reasoning of an earlier answer, as vLLM and SGLang take it; None otherwise."""
         given = self.text if self.thinking is None else self.thinking
         return given if self.type in THOUGHT_PARTS else None
@@ -100,7 +100,7 @@ class Message(msgspec.Struct, frozen=True):
         for given in (self.reasoning_content, self.reasoning):
             if given is not None:
                 return given
-        parts = [part.thought for part in self.content] if isinstance(self.content, list) else []
+        parts = [part.reasoning_text for part in self.content] if isinstance(self.content, list) else []
         found = [each for each in parts if each is not None]
         return "".join(found) if found else None
 
@@ -214,7 +214,7 @@ MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-def honoured(request: type[SharedFields]) -> list[str]:
+def supported_fields(request: type[SharedFields]) -> list[str]:
     """Return the supported fields of a request, sorted by name, for /server_info."""
     return sorted(set(request.__struct_fields__) - set(NOT_YET))
 
@@ -364,7 +364,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             if part.type == "image_url" and part.image_url is not None:
                 url = part.image_url
                 yield f"{where}.image_url", url if isinstance(url, str) else url.url
-            elif part.said is None and (part.thought is None or message.role != "assistant"):
+            elif part.plain_text is None and (part.reasoning_text is None or message.role != "assistant"):
                 raise InvalidRequest(
                     f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
                     param=where,

@@ -14,7 +14,7 @@ from common.errors import InvalidRequest
 from common.observability.logs import Log
 from router.answers.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answers.answer_stream import Answering
-from router.answers.chat_answer import ChatAnswer, said_last
+from router.answers.chat_answer import ChatAnswer, assistant_text
 from router.answers.choices import AnswerOptions, Choice, ChoiceMaker, Prompt, prompt_lengths
 from router.answers.details import with_details
 from router.answers.openai_form import OpenAiForm
@@ -156,7 +156,7 @@ class OpenAiRoutes:
         head = (identity, model.name, int(time.time()), self._names(body), logprobs, named)
         form = answer.format(head, len(choices))
         if body.echo:
-            form.echoed = said_last(body.messages[-1])
+            form.echoed = assistant_text(body.messages[-1])
         ids = [prompt] * len(choices)
         shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
         with self._images.hold(rendered.images) if rendered.images else NOTHING_HELD:

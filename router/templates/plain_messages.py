@@ -41,14 +41,14 @@ def _plain(message: Message, forms: ContentForms) -> dict[str, Any]:
     if not isinstance(message.content, list):
         content = form.of_text(message.content or "")
     else:
-        parts = [part for part in message.content if part.thought is None]
+        parts = [part for part in message.content if part.reasoning_text is None]
         if any(part.type == "image_url" for part in parts):
             content = [
-                {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
+                {"type": "image"} if part.type == "image_url" else text_part(part.plain_text or "")
                 for part in parts
             ]
         else:
-            content = form.of_parts([part.said or "" for part in parts])
+            content = form.of_parts([part.plain_text or "" for part in parts])
     plain: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
@@ -63,7 +63,9 @@ def _plain(message: Message, forms: ContentForms) -> dict[str, Any]:
 
 def _has_text(message: Message) -> bool:
     parts = message.content if isinstance(message.content, list) else []
-    return any(part.said or part.type == "image_url" for part in parts) if parts else bool(message.content)
+    return (
+        any(part.plain_text or part.type == "image_url" for part in parts) if parts else bool(message.content)
+    )
 
 
 def _joined_systems(messages: Sequence[Message]) -> list[tuple[int, Message]]:
@@ -76,7 +78,7 @@ def _joined_systems(messages: Sequence[Message]) -> list[tuple[int, Message]]:
     if instructions in ([], [*messages[:1]]) or next(image_parts(instructions), None) is not None:
         return placed
     texts = [
-        "\n".join(part.said or "" for part in each.content)
+        "\n".join(part.plain_text or "" for part in each.content)
         if isinstance(each.content, list)
         else each.content or ""
         for each in instructions

@@ -18,7 +18,7 @@ from common.node_names import NodeNames, is_pattern
 from kv_transfer import handoff_record, messages
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.tcp import frames as tcp_frames
-from router.nodes.speaker import Speaker
+from router.nodes.message_sender import MessageSender
 from tests.fuzz.target import Target
 
 INCARNATION = "a" * 32
@@ -83,9 +83,9 @@ def routing_ids(data: bytes) -> None:
     assert not is_pattern(name) or entry is None
     assert names.shares_key(name) or names.key_of(name) == name
     with suppress(ProtocolError, UnicodeDecodeError):
-        speaker = Speaker.of(data)
+        sender = MessageSender.of(data)
         assert routing_id(
-            speaker.name, speaker.incarnation, *([speaker.link] if speaker.link else [])
+            sender.name, sender.incarnation, *([sender.link] if sender.link else [])
         ).encode() in (
             data,
             data.removesuffix(b"/"),

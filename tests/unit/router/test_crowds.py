@@ -13,8 +13,8 @@ from common.messages.generation import OutputToken
 from common.messages.router_inbox import FirstToken, Goodbye, TokenRun, Tokens
 from router.dispatch import dispatcher
 from router.dispatch.attempt import Attempt
-from router.dispatch.legs import placement_messages
 from router.dispatch.open_attempts import OpenAttempts
+from router.dispatch.placement_messages import placement_messages
 from router.dispatch.turn_steps import END_STEPS, STEPS_PER_TURN
 from router.nodes.placer import Placer
 from router.nodes.registry import Node

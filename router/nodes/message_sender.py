@@ -10,7 +10,7 @@ from router.nodes.registry import Node
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class MessageSender:
     """The sender of a message, parsed from the routing id of its socket: NAME/INCARNATION[/LINK]."""
 
     routing_id: bytes
@@ -20,7 +20,7 @@ class Speaker:
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of(cls, routing_id: bytes) -> Speaker:
+    def of(cls, routing_id: bytes) -> MessageSender:
         """Parse a routing id. Raises ProtocolError if it is malformed."""
         parts = routing_id.decode("ascii").split("/")
         if len(parts) not in (2, 3):
