@@ -16,14 +16,14 @@ from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import Node
 
 
-class Candidates:
-    """The candidates for one prompt."""
+class CandidateMaker:
+    """Makes the candidates for one prompt."""
 
     def __init__(self, history: PlacementHistory, rules: PlacementRules, prompt: PlacedPrompt) -> None:
         self._history = history
         self._rules = rules
         self.prompt = prompt
-        self.seats = history.sessions.nodes(prompt.session)  # incarnations, of both roles
+        self.session_nodes = history.sessions.nodes(prompt.session)  # incarnations, of both roles
 
     def of(
         self, role: Role, nodes: Sequence[Node], weights: Sequence[float], matches: PrefixMatches
@@ -74,4 +74,4 @@ class Candidates:
         )
 
     def _session_ms(self, node: Node) -> float:
-        return self._rules.session_ms if node.incarnation in self.seats else 0.0
+        return self._rules.session_ms if node.incarnation in self.session_nodes else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from random import Random
 
-from router.nodes.candidates import Candidates
+from router.nodes.candidates import CandidateMaker
 from router.nodes.health import NodeHealth
 from router.nodes.history import PlacementHistory
 from router.nodes.placed_prompt import PlacedPrompt
@@ -39,7 +39,7 @@ class LocalPrefill:
         local: Sequence[Pair],
         avoid: Collection[str],
         prompt: PlacedPrompt,
-        maker: Candidates,
+        maker: CandidateMaker,
     ) -> Pair:
         """Return `pair`, or the halves of a movable node that are predicted to give the second token sooner.
 

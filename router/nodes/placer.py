@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import itemgetter
@@ -11,10 +11,11 @@ from random import Random
 from common.errors import Overloaded, Unavailable
 from common.messages.generation import ImageSpan
 from common.messages.identity import Role
-from router.nodes.candidates import Candidates
+from router.nodes.candidates import CandidateMaker
 from router.nodes.health import NodeHealth, PairKey
 from router.nodes.history import PlacementHistory
 from router.nodes.local_prefill import LocalPrefill
+from router.nodes.node_filter import NodeFilter
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 from router.nodes.placement import (
     Candidate,
@@ -27,8 +28,7 @@ from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
-from router.nodes.short_list import ShortLists, Takes, anyone
-from router.nodes.sieve import Sieve
+from router.nodes.short_list import Accepts, ShortLists, any_node
 
 NOTHING: frozenset[str] = frozenset()
 MANY = 16  # nodes of a role that are all compared while some are to be avoided or take less
@@ -37,20 +37,20 @@ POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _Choices:
     """The candidates of one choice; both lists are non-empty."""
 
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     bad_pairs: Collection[PairKey]
 
-    def without(self, avoid: Collection[str]) -> _Field:
+    def without(self, avoid: Collection[str]) -> _Choices:
         """Drop these incarnations from each role that has other candidates."""
-        return _Field(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
+        return _Choices(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
 
-    def among(self, prefer: Collection[str]) -> _Field:
+    def among(self, prefer: Collection[str]) -> _Choices:
         """Keep only these incarnations in each role that has any of them."""
-        return _Field(_among(self.prefills, prefer), _among(self.decodes, prefer), self.bad_pairs)
+        return _Choices(_among(self.prefills, prefer), _among(self.decodes, prefer), self.bad_pairs)
 
     @property
     def has_good_pair(self) -> bool:
@@ -114,7 +114,7 @@ class Placer:
         local = eligible.local if self._local.enabled and not prefer else ()
         if eligible.only_pair is not None and not local:
             return eligible.only_pair
-        maker = Candidates(self.history, self._rules, prompt)
+        maker = CandidateMaker(self.history, self._rules, prompt)
         pair = self._chosen(eligible, avoid, prefer, maker)
         if isinstance(pair, str) or not local:
             return pair
@@ -125,7 +125,7 @@ class Placer:
         eligible: EligibleNodes,
         avoid: Collection[str],
         prefer: Collection[str],
-        maker: Candidates,
+        maker: CandidateMaker,
     ) -> tuple[Node, Node] | Role:
         """Return the pair that the policies choose among prefill nodes and decode nodes."""
         if eligible.only_pair is not None:
@@ -135,15 +135,15 @@ class Placer:
             prefill = self._sampled("prefill", prefills, maker, None)
             return prefill, self._sampled("decode", decodes, maker, prefill)
         if self._many(eligible):
-            pair = self._sifted(eligible, {*avoid, *self._health.nodes.blocked()}, prefer, maker)
+            pair = self._chosen_from_samples(eligible, {*avoid, *self._health.nodes.blocked()}, prefer, maker)
             if pair is not None:
                 return pair
-        field = self._field(eligible, maker)
-        if not isinstance(field, _Field):
-            return field
-        narrowed = field.without(avoid) if avoid else field
+        choices = self._choices(eligible, maker)
+        if not isinstance(choices, _Choices):
+            return choices
+        narrowed = choices.without(avoid) if avoid else choices
         if not narrowed.has_good_pair:
-            narrowed = field
+            narrowed = choices
         if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
             narrowed = preferred
         chosen = choose_pair(
@@ -157,11 +157,11 @@ class Placer:
 
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
-        maker = Candidates(self.history, self._rules, NO_PROMPT)
-        field = self._field(self._registry.eligible_by_role(), maker)
-        if not isinstance(field, _Field):
+        maker = CandidateMaker(self.history, self._rules, NO_PROMPT)
+        choices = self._choices(self._registry.eligible_by_role(), maker)
+        if not isinstance(choices, _Choices):
             return False
-        narrowed = field.without(avoid)
+        narrowed = choices.without(avoid)
         return narrowed.has_good_pair and not any(
             c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
         )
@@ -213,7 +213,9 @@ class Placer:
         beyond = node.rooms.ms + rest_ms(node.load.prompt_times, prompt.tokens, cached) - limit_ms
         return max(beyond, 0.0) / 1000
 
-    def _sampled(self, role: Role, nodes: Sequence[Node], maker: Candidates, prefill: Node | None) -> Node:
+    def _sampled(
+        self, role: Role, nodes: Sequence[Node], maker: CandidateMaker, prefill: Node | None
+    ) -> Node:
         """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
 
         `prefill`: the node that was chosen for the prompt; None if that is still to be done.
@@ -231,7 +233,7 @@ class Placer:
         sample: Sequence[Node] = itemgetter(*self._samplers[role].sample(len(nodes), self._rng))(nodes)
         return sample
 
-    def _best(self, role: Role, nodes: Sequence[Node], maker: Candidates, prefill: Node | None) -> Node:
+    def _best(self, role: Role, nodes: Sequence[Node], maker: CandidateMaker, prefill: Node | None) -> Node:
         """Return the node that the policy chooses among nodes that count alike."""
         if len(nodes) == 1:
             return nodes[0]
@@ -244,81 +246,86 @@ class Placer:
         self,
         role: Role,
         sample: Sequence[Node],
-        maker: Candidates,
+        maker: CandidateMaker,
         prefill: Node | None,
-        takes: Takes = anyone,
+        accepts: Accepts = any_node,
     ) -> Sequence[Node]:
         """Return the nodes that the policy compares: those of a sample and known ones, as far as they may be chosen."""
         prompt, matches = maker.prompt, self.history.matches(role, maker.prompt)
         if role in self._predicting and len(sample) > FEW:
             found: Sequence[Node]
             if prefill is None:
-                found = self._short_lists.prefill(sample, matches, prompt, maker.seats, takes)
+                found = self._short_lists.prefill(sample, matches, prompt, maker.session_nodes, accepts)
             else:
-                found = self._short_lists.decode(sample, matches, prompt, maker.seats, prefill, takes)
+                found = self._short_lists.decode(
+                    sample, matches, prompt, maker.session_nodes, prefill, accepts
+                )
             if found is not sample:
                 return found
         known = {node.incarnation: node for node in sample}
-        known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches, takes))
-        known.update((node.incarnation, node) for node in self._named(role, maker.seats) if takes(node))
+        known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches, accepts))
+        known.update(
+            (node.incarnation, node)
+            for node in self._registry.eligible_among(role, maker.session_nodes)
+            if accepts(node)
+        )
         return [*known.values()]
-
-    def _named(self, role: Role, incarnations: Iterable[str]) -> Iterator[Node]:
-        """Yield the nodes of a role that take requests, of those that are given by incarnation."""
-        for incarnation in incarnations:
-            node = self._registry.get(incarnation)
-            if node is not None and node.eligible and node.role == role:
-                yield node
 
     def _many(self, eligible: EligibleNodes) -> bool:
         """Return whether it would take too long to compare all nodes. Policies that draw no samples see them all."""
         return len(self._samplers) == len(ROLES) and any(len(nodes) > MANY for nodes in eligible.of.values())
 
-    def _sifted(
-        self, eligible: EligibleNodes, refused: Collection[str], prefer: Collection[str], maker: Candidates
+    def _chosen_from_samples(
+        self,
+        eligible: EligibleNodes,
+        refused: Collection[str],
+        prefer: Collection[str],
+        maker: CandidateMaker,
     ) -> tuple[Node, Node] | None:
         """Choose among samples while some nodes are refused, new, slow, or part of a bad pair.
 
         Returns None if the samples hold no pair that may get the request: then all nodes have to be compared.
         """
         self._health.judge(eligible.of, self._health.clock())
-        sieve = Sieve(self._health, eligible, refused, self._rng)
-        prefill = self._passed("prefill", eligible, sieve, prefer, maker, None)
+        node_filter = NodeFilter(self._health, eligible, refused, self._rng)
+        prefill = self._chosen_from_sample("prefill", eligible, node_filter, prefer, maker, None)
         if prefill is None:
             return None
         bad = self._health.bad_pairs()
         if bad:
             worse = (decode for other, decode in bad if other == prefill.incarnation)
-            sieve = Sieve(self._health, eligible, {*refused, *worse}, self._rng)
-        decode = self._passed("decode", eligible, sieve, prefer, maker, prefill)
+            node_filter = NodeFilter(self._health, eligible, {*refused, *worse}, self._rng)
+        decode = self._chosen_from_sample("decode", eligible, node_filter, prefer, maker, prefill)
         return None if decode is None else (prefill, decode)
 
-    def _passed(
+    def _chosen_from_sample(
         self,
         role: Role,
         eligible: EligibleNodes,
-        sieve: Sieve,
+        node_filter: NodeFilter,
         prefer: Collection[str],
-        maker: Candidates,
+        maker: CandidateMaker,
         prefill: Node | None,
     ) -> Node | None:
-        """Choose among nodes that pass the sieve: preferred ones, or else a sample. None if none of these passes."""
-        preferred = [node for node in self._named(role, prefer) if not sieve.refuses(node)]
+        """Choose among nodes that pass the filter: preferred ones, or else a sample. None if none of these passes."""
+        preferred = [
+            node for node in self._registry.eligible_among(role, prefer) if not node_filter.refuses(node)
+        ]
         if preferred:
             return self._best(role, preferred, maker, prefill)
         nodes = eligible.mixed[role]
         if not nodes:
             return None
-        drawn, full = sieve.of(self._sample(role, nodes) if len(nodes) > FEW else nodes)
+        drawn, full = node_filter.split(self._sample(role, nodes) if len(nodes) > FEW else nodes)
         if drawn and not (role in self._predicting and len(full) >= FEW):
             return drawn[0]
         if not full:
             return None
         # Those that are drawn come first, because of nodes with equal costs the first one is taken.
-        compared = self._compared(role, [*drawn, *full], maker, prefill, sieve.takes)
+        compared = self._compared(role, [*drawn, *full], maker, prefill, node_filter.accepts)
         return self._best(role, compared, maker, prefill)
 
-    def _field(self, eligible: EligibleNodes, maker: Candidates) -> _Field | Role:
+    def _choices(self, eligible: EligibleNodes, maker: CandidateMaker) -> _Choices | Role:
         """Return all nodes as candidates, or the role that has none."""
         nodes = eligible.of
         for role in ROLES:
@@ -335,9 +342,9 @@ class Placer:
             )
             for role in ROLES
         )
-        field = _Field(prefills, decodes, self._health.bad_pairs())
+        choices = _Choices(prefills, decodes, self._health.bad_pairs())
         broken = self._health.nodes.blocked()
-        return field.without(broken) if broken else field
+        return choices.without(broken) if broken else choices
 
 
 def _full_seconds(node: Node, share: float) -> float:

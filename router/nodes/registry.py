@@ -14,7 +14,7 @@ node is two nodes of one name, one of each role, of which one is in standby.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, NamedTuple
@@ -157,6 +157,13 @@ class NodeRegistry:
     def eligible(self) -> list[Node]:
         """Return the nodes of both roles that take requests and can be reached."""
         return [node for node in self._nodes.values() if node.eligible]
+
+    def eligible_among(self, role: Role, incarnations: Iterable[str]) -> Iterator[Node]:
+        """Yield the nodes of a role that take requests and can be reached, of those that are given by incarnation."""
+        for incarnation in incarnations:
+            node = self._nodes.get(incarnation)
+            if node is not None and node.eligible and node.role == role:
+                yield node
 
     def eligible_by_role(self) -> EligibleNodes:
         """Return the nodes that take requests and can be reached. They are collected again only after a change."""

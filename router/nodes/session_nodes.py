@@ -10,7 +10,7 @@ from typing import NamedTuple
 MAX_SESSIONS = 65_536
 
 
-class _Seat(NamedTuple):
+class _Entry(NamedTuple):
     nodes: tuple[str, str]  # incarnations
     until: float  # monotonic seconds
 
@@ -22,23 +22,23 @@ class SessionNodes:
         """`ttl`: seconds after its last request for which a session is remembered."""
         self._ttl = ttl
         self._clock = clock
-        self._seats: OrderedDict[bytes, _Seat] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._entries)
 
     def nodes(self, session: bytes) -> tuple[str, ...]:
         """Return the incarnations of the session's prefill and decode node; () if it has none."""
-        seat = self._seats.get(session) if session else None
-        return seat.nodes if seat is not None and seat.until > self._clock() else ()
+        entry = self._entries.get(session) if session else None
+        return entry.nodes if entry is not None and entry.until > self._clock() else ()
 
     def placed(self, session: bytes, prefill: str, decode: str) -> None:
         """Note where a request of the session was placed."""
         if not session:
             return
         now = self._clock()
-        self._seats[session] = _Seat((prefill, decode), now + self._ttl)
-        self._seats.move_to_end(session)
+        self._entries[session] = _Entry((prefill, decode), now + self._ttl)
+        self._entries.move_to_end(session)
         # The order is that of the ends: all sessions are remembered for the same time.
-        while len(self._seats) > MAX_SESSIONS or next(iter(self._seats.values())).until <= now:
-            self._seats.popitem(last=False)
+        while len(self._entries) > MAX_SESSIONS or next(iter(self._entries.values())).until <= now:
+            self._entries.popitem(last=False)

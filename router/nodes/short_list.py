@@ -19,12 +19,12 @@ from router.nodes.registry import Node, NodeRegistry
 
 LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that are estimated beside a sample
 # Whether a node that is not in the sample may get the request.
-Takes = Callable[[Node], bool]
+Accepts = Callable[[Node], bool]
 # Share of another node's estimate below which the difference is more than an error of estimates.
 CLEARLY = 0.8
 
 
-def anyone(node: Node) -> bool:
+def any_node(node: Node) -> bool:
     """Return True: the request may go to any node."""
     return True
 
@@ -50,14 +50,14 @@ class ShortLists:
         sample: Sequence[Node],
         matches: PrefixMatches,
         prompt: PlacedPrompt,
-        seats: Sequence[str],
-        takes: Takes = anyone,
+        session_nodes: Sequence[str],
+        accepts: Accepts = any_node,
     ) -> list[Node]:
-        """Return one or two prefill nodes. `seats`: incarnations of the nodes of the prompt's session."""
+        """Return one or two prefill nodes. `session_nodes`: incarnations of the nodes of the prompt's session."""
         tokens = prompt.tokens
         waits = [node.rooms.ms + tokens * node.token_ms for node in sample]
         of_sample = best = sample[waits.index(min(waits))]
-        known = self._known("prefill", matches, seats, takes)
+        known = self._known("prefill", matches, session_nodes, accepts)
         if not known:
             return [of_sample]
         # Tokens of long prompts take more time than `token_ms`, so more is saved of them.
@@ -67,7 +67,7 @@ class ShortLists:
         longest = of_sample.rooms.ms + self._imbalance_ms
         for node, cached in known:
             wait = node.rooms.ms + (tokens - cached) * node.token_ms * scale
-            if seats and node.incarnation in seats:
+            if session_nodes and node.incarnation in session_nodes:
                 wait -= self._session_ms
             if wait < best_ms and node.rooms.ms <= longest:
                 best, best_ms = node, wait
@@ -80,9 +80,9 @@ class ShortLists:
         sample: Sequence[Node],
         matches: PrefixMatches,
         prompt: PlacedPrompt,
-        seats: Sequence[str],
+        session_nodes: Sequence[str],
         prefill: Node,
-        takes: Takes = anyone,
+        accepts: Accepts = any_node,
     ) -> Sequence[Node]:
         """Return one or two decode nodes for a prompt that is computed on `prefill`.
 
@@ -98,10 +98,10 @@ class ShortLists:
         least = min(costs)
         of_sample = best = sample[costs.index(least)]
         best_ms = least
-        for node, cached in self._known("decode", matches, seats, takes):
+        for node, cached in self._known("decode", matches, session_nodes, accepts):
             moved_ms = (tokens - cached) * rates.get(node.incarnation, average)
             cost = node.answer_steps * each * node.rooms.requests + moved_ms
-            if seats and node.incarnation in seats:
+            if session_nodes and node.incarnation in session_nodes:
                 cost -= self._session_ms
             if cost < best_ms:
                 best, best_ms = node, cost
@@ -110,17 +110,16 @@ class ShortLists:
         return [best] if best is of_sample or best_ms < CLEARLY * least else [of_sample, best]
 
     def _known(
-        self, role: Role, matches: PrefixMatches, seats: Sequence[str], takes: Takes
+        self, role: Role, matches: PrefixMatches, session_nodes: Sequence[str], accepts: Accepts
     ) -> Sequence[tuple[Node, int]]:
         """Return the node of the session, if it can take requests, then those of `holders`."""
-        holders = self.holders(matches, takes)
-        for incarnation in seats:
-            node = self._registry.get(incarnation)
-            if node is not None and node.role == role and node.eligible and takes(node):
-                return [(node, matches.blocks(incarnation) * self._block_tokens), *holders]
+        holders = self.holders(matches, accepts)
+        for node in self._registry.eligible_among(role, session_nodes) if session_nodes else ():
+            if accepts(node):
+                return [(node, matches.blocks(node.incarnation) * self._block_tokens), *holders]
         return holders
 
-    def holders(self, matches: PrefixMatches, takes: Takes = anyone) -> list[tuple[Node, int]]:
+    def holders(self, matches: PrefixMatches, accepts: Accepts = any_node) -> list[tuple[Node, int]]:
         """Return nodes that hold a part of the prompt, and how many tokens; those with the longest parts first.
 
         A node of which several sources know may be there twice.
@@ -137,7 +136,7 @@ class ShortLists:
                 bit = nodes & -nodes
                 nodes ^= bit
                 node = get(names[bit])
-                if node is not None and node.state == "up" and node.reachable and takes(node):
+                if node is not None and node.state == "up" and node.reachable and accepts(node):
                     found.append((node, blocks * size))
                     if len(found) == LONGEST_MATCHES:
                         return found

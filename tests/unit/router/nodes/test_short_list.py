@@ -86,14 +86,14 @@ class Fleet:
         pair = (node, self.decodes[-1]) if node.role == "prefill" else (self.prefills[-1], node)
         self.history.placed(self.prompt(PROMPT[:tokens]), *pair)
 
-    def prefill(self, sample: list[Node], seats: tuple[str, ...] = ()) -> list[Node]:
+    def prefill(self, sample: list[Node], session_nodes: tuple[str, ...] = ()) -> list[Node]:
         prompt = self.prompt()
-        return [*self.lists.prefill(sample, self.history.matches("prefill", prompt), prompt, seats)]
+        return [*self.lists.prefill(sample, self.history.matches("prefill", prompt), prompt, session_nodes)]
 
-    def decode(self, sample: list[Node], seats: tuple[str, ...] = ()) -> list[Node]:
+    def decode(self, sample: list[Node], session_nodes: tuple[str, ...] = ()) -> list[Node]:
         prompt = self.prompt()
         matches = self.history.matches("decode", prompt)
-        return [*self.lists.decode(sample, matches, prompt, seats, self.prefills[0])]
+        return [*self.lists.decode(sample, matches, prompt, session_nodes, self.prefills[0])]
 
 
 def test_the_shortest_queue_of_equally_fast_nodes_is_taken() -> None:
@@ -192,15 +192,15 @@ def test_the_node_of_the_session_is_taken_unless_it_is_much_worse(role: Role) ->
     fleet = Fleet()
     nodes, choose = (fleet.prefills, fleet.prefill) if role == "prefill" else (fleet.decodes, fleet.decode)
     one, two, seat, *_ = nodes
-    seats = (fleet.prefills[2].incarnation, fleet.decodes[2].incarnation)
-    assert choose([one, two], seats) == [seat]
+    session_nodes = (fleet.prefills[2].incarnation, fleet.decodes[2].incarnation)
+    assert choose([one, two], session_nodes) == [seat]
     if role == "prefill":
         fleet.busy(seat, 600.0)
     else:
         fleet.beat(seat, running=40)
-    assert choose([one, two], seats) == [one], "by more than session_ms"
+    assert choose([one, two], session_nodes) == [one], "by more than session_ms"
     fleet.registry.unreachable(seat)
-    assert choose([one, two], seats) == [one]
+    assert choose([one, two], session_nodes) == [one]
 
 
 def test_draws_and_other_costs_see_the_whole_sample() -> None:

@@ -11,14 +11,14 @@ from router.nodes.placement import MIN_WEIGHT
 from router.nodes.registry import EligibleNodes, Node
 
 
-class Passed(NamedTuple):
+class FilteredNodes(NamedTuple):
     """The nodes of a sample that may get a request."""
 
     drawn: list[Node]  # of reduced weight: it is their turn
     full: list[Node]
 
 
-class Sieve:
+class NodeFilter:
     """The nodes that may get one request.
 
     A node of reduced weight takes part in no more than its share of all choices: the least loaded of a sample is often
@@ -34,7 +34,7 @@ class Sieve:
         self._refused = refused
         self._rng = rng
 
-    def of(self, sample: Sequence[Node]) -> Passed:
+    def split(self, sample: Sequence[Node]) -> FilteredNodes:
         """Return the nodes of a sample, all of one role, that may get the request; perhaps none."""
         refused, drawn, full = self._refused, list[Node](), list[Node]()
         weights = self._health.weights(sample, self._oldest[sample[0].role])
@@ -46,9 +46,9 @@ class Sieve:
                 full.append(node)
             elif self._rng.random() * size < max(weight, MIN_WEIGHT):
                 drawn.append(node)
-        return Passed(drawn, full)
+        return FilteredNodes(drawn, full)
 
-    def takes(self, node: Node) -> bool:
+    def accepts(self, node: Node) -> bool:
         """Return whether a node may get the request for what it holds of the prompt: not if its weight is reduced."""
         return not self.refuses(node) and self._health.weights([node], self._oldest[node.role])[0] >= 1.0
 
