@@ -9,21 +9,21 @@ from common.errors import InvalidGrammar
 from common.grammar.limits import GrammarLimits
 from common.grammar.schema_references import pointed
 from common.grammar.text_bounds import (
-    NOTHING,
-    Bounds,
-    Met,
+    UNCONSTRAINED,
+    TextBounds,
+    ValueBounds,
     all_of,
     alternatives,
+    combinations,
     item_schemas,
     largest,
     listed,
     mapped,
-    meetings,
     own_bounds,
     total,
 )
 
-UNKNOWN = Bounds()
+UNKNOWN = ValueBounds()
 NAMES_PER_VALUE = 10  # properties that may be combined, for each value that a schema may have
 
 
@@ -47,7 +47,7 @@ class _Intersections:
     def __init__(self, root: Any, limits: GrammarLimits) -> None:
         self._root = root
         self._limits = limits
-        self._known: dict[int, Bounds] = {}
+        self._known: dict[int, ValueBounds] = {}
         self._visited: set[int] = set()  # in this pass
         self._open: set[int] = set()  # visits that have not ended
         self._early: set[int] = set()  # parts that were read in this pass before their own visit had ended
@@ -56,7 +56,7 @@ class _Intersections:
         self._unsure = False  # the visit in progress has read a part that is not final
         self._visits = 0
         self._combined = 0  # properties of parts that were combined
-        self._whole: Bounds | None = None
+        self._whole: ValueBounds | None = None
 
     def check(self) -> None:
         """Raise InvalidGrammar if too much is combined."""
@@ -67,7 +67,7 @@ class _Intersections:
             self._early.clear()
             self._of(self._root)
 
-    def _of(self, schema: Any) -> Bounds:
+    def _of(self, schema: Any) -> ValueBounds:
         if not isinstance(schema, dict):
             return UNKNOWN
         key = id(schema)
@@ -94,7 +94,7 @@ class _Intersections:
         self._known[key] = found
         return found
 
-    def _visit(self, schema: dict[str, Any]) -> Bounds:
+    def _visit(self, schema: dict[str, Any]) -> ValueBounds:
         parts = [self._own(schema), *map(self._of, listed(schema.get("allOf")))]
         for name in ("anyOf", "oneOf"):
             parts.append(alternatives([self._of(option) for option in listed(schema.get(name))]))
@@ -106,38 +106,40 @@ class _Intersections:
         self._combined += len(parts) * sum(len(part.named) for part in parts)
         if self._combined > NAMES_PER_VALUE * self._limits.max_values:
             raise InvalidGrammar("allOf and references combine too many properties; use fewer")
-        for each in meetings(parts):
-            self._check(total(each), sum(met != NOTHING for met in each) > 1)
+        for each in combinations(parts):
+            self._check(total(each), sum(bounds != UNCONSTRAINED for bounds in each) > 1)
         return all_of(parts)
 
-    def _own(self, schema: dict[str, Any]) -> Bounds:
+    def _own(self, schema: dict[str, Any]) -> ValueBounds:
         """Return what a schema says without the schemas that it combines."""
         here = own_bounds(schema)
         self._check(here, True)
         items = largest(self._of(item).anywhere for item in item_schemas(schema))
         properties = mapped(schema.get("properties"))
         named = {
-            name: met for name, child in properties.items() if (met := self._of(child).anywhere) != NOTHING
+            name: bounds
+            for name, child in properties.items()
+            if (bounds := self._of(child).anywhere) != UNCONSTRAINED
         }
         reaching = [schema.get("additionalProperties"), *mapped(schema.get("patternProperties")).values()]
         others = largest(self._of(child).anywhere for child in reaching)
-        return Bounds(here, named, others, items, largest([here, items, others, *named.values()]))
+        return ValueBounds(here, named, others, items, largest([here, items, others, *named.values()]))
 
-    def _check(self, found: Met, meeting: bool) -> None:
-        """Refuse bounds over the limits. `meeting`: the patterns and literals come from different places."""
+    def _check(self, found: TextBounds, combined: bool) -> None:
+        """Refuse bounds over the limits. `combined`: the patterns and literals come from different places."""
         limits = self._limits
         if found.patterns > limits.max_intersected:
             raise InvalidGrammar(
                 f"allOf and references combine over {limits.max_intersected} patterns, formats and lengths; "
                 "combine fewer"
             )
-        if meeting and found.patterns and found.literals > limits.max_intersected_values:
+        if combined and found.patterns and found.literals > limits.max_intersected_values:
             raise InvalidGrammar(
                 f"an enum of over {limits.max_intersected_values} values is combined with a pattern, format or length; "
                 "leave one of them out"
             )
 
-    def _target(self, reference: str) -> Bounds:
+    def _target(self, reference: str) -> ValueBounds:
         """Return bounds of what a reference adds.
 
         llguidance refuses one that is not a path, or resolves it in other ways: it may then add everything.
@@ -146,15 +148,15 @@ class _Intersections:
             return self._everything()
         return self._of(pointed(self._root, reference))  # llguidance refuses one to nowhere
 
-    def _everything(self) -> Bounds:
+    def _everything(self) -> ValueBounds:
         """Return bounds of what any part of the schema adds."""
         if self._whole is None:
             found = self._sum()
             self._check(found, False)
-            self._whole = Bounds(found, {}, found, found, found)
+            self._whole = ValueBounds(found, {}, found, found, found)
         return self._whole
 
-    def _sum(self) -> Met:
+    def _sum(self) -> TextBounds:
         patterns = literals = 0
         waiting = [self._root]
         while waiting:
@@ -165,4 +167,4 @@ class _Intersections:
                 waiting.extend(value.values())
             elif isinstance(value, list):
                 waiting.extend(value)
-        return Met(patterns, literals)
+        return TextBounds(patterns, literals)

@@ -10,72 +10,72 @@ ITEM_LISTS = ("prefixItems", "items")
 LENGTHS = ("minLength", "maxLength")
 
 
-class Met(NamedTuple):
+class TextBounds(NamedTuple):
     """Upper bounds of what constrains one text."""
 
     patterns: int = 0  # patterns, formats and bounds of its length
     literals: int = 0  # values of an enum that are compared with them
 
 
-NOTHING = Met()
+UNCONSTRAINED = TextBounds()
 
 
-class Bounds(NamedTuple):
+class ValueBounds(NamedTuple):
     """Upper bounds for the texts of a value that a schema accepts.
 
     Each child stands for all texts inside it. A property may have the bound of its name or `others`.
     """
 
     # the value itself
-    here: Met = NOTHING
+    here: TextBounds = UNCONSTRAINED
     # properties with a name that something constrains
-    named: Mapping[str, Met] = {}
+    named: Mapping[str, TextBounds] = {}
     # properties that additionalProperties or patternProperties may reach
-    others: Met = NOTHING
+    others: TextBounds = UNCONSTRAINED
     # every item of an array
-    items: Met = NOTHING
+    items: TextBounds = UNCONSTRAINED
     # any text, wherever in the value it is
-    anywhere: Met = NOTHING
+    anywhere: TextBounds = UNCONSTRAINED
 
-    def child(self, name: str) -> Met:
+    def child(self, name: str) -> TextBounds:
         """Return the bound of a property, which is at most that of its name or `others`."""
-        return either(self.named.get(name, NOTHING), self.others)
+        return either(self.named.get(name, UNCONSTRAINED), self.others)
 
 
-def either(one: Met, other: Met) -> Met:
-    """Return the bounds of a text that meets one of two."""
-    if other == NOTHING:
+def either(one: TextBounds, other: TextBounds) -> TextBounds:
+    """Return the bounds of a text that either of two constrains."""
+    if other == UNCONSTRAINED:
         return one
-    return Met(max(one.patterns, other.patterns), max(one.literals, other.literals))
+    return TextBounds(max(one.patterns, other.patterns), max(one.literals, other.literals))
 
 
-def largest(found: Iterable[Met]) -> Met:
-    """Return the bounds of a text that meets one of those found."""
+def largest(found: Iterable[TextBounds]) -> TextBounds:
+    """Return the bounds of a text that one of those found constrains."""
     patterns = literals = 0
     for each in found:
         patterns = max(patterns, each.patterns)
         literals = max(literals, each.literals)
-    return Met(patterns, literals)
+    return TextBounds(patterns, literals)
 
 
-def total(found: Iterable[Met]) -> Met:
-    """Return the bounds of a text that meets all of those found."""
+def total(found: Iterable[TextBounds]) -> TextBounds:
+    """Return the bounds of a text that all of those found constrain."""
     patterns = literals = 0
     for each in found:
         patterns += each.patterns
         literals = max(literals, each.literals)
-    return Met(patterns, literals)
+    return TextBounds(patterns, literals)
 
 
-def alternatives(options: Sequence[Bounds]) -> Bounds:
+def alternatives(options: Sequence[ValueBounds]) -> ValueBounds:
     """Return the bounds of a value that matches one of the options."""
     if len(options) == 1:
         return options[0]
-    named = dict[str, Met]()
+    named = dict[str, TextBounds]()
     for option in options:
-        for name, met in option.named.items():
-            named[name] = either(named.get(name, NOTHING), met)
-    return Bounds(
+        for name, bounds in option.named.items():
+            named[name] = either(named.get(name, UNCONSTRAINED), bounds)
+    return ValueBounds(
         largest(option.here for option in options),
         named,
         largest(option.others for option in options),
@@ -84,25 +84,25 @@ def alternatives(options: Sequence[Bounds]) -> Bounds:
     )
 
 
-def all_of(parts: Sequence[Bounds]) -> Bounds:
+def all_of(parts: Sequence[ValueBounds]) -> ValueBounds:
     """Return the bounds of a value that matches all parts.
 
-    Only parts that constrain the same child add to its bound. `meetings` yields what `anywhere` is the largest of.
+    Only parts that constrain the same child add to its bound. `combinations` yields what `anywhere` is the largest of.
     """
     names = dict.fromkeys(name for part in parts for name in part.named)
-    return Bounds(
+    return ValueBounds(
         total(part.here for part in parts),
         {name: total(part.child(name) for part in parts) for name in names},
         total(part.others for part in parts),
         total(part.items for part in parts),
-        largest([*(part.anywhere for part in parts), *map(total, meetings(parts))]),
+        largest([*(part.anywhere for part in parts), *map(total, combinations(parts))]),
     )
 
 
-def meetings(parts: Sequence[Bounds]) -> Iterator[list[Met]]:
-    """Yield what may meet in one text of a value that matches all parts: one bound for each part.
+def combinations(parts: Sequence[ValueBounds]) -> Iterator[list[TextBounds]]:
+    """Yield what may constrain one text of a value that matches all parts: one bound for each part.
 
-    A child is also taken to meet what the other parts say about the value itself, which errs on the safe side.
+    What the other parts say about the value itself counts for a child, too, which errs on the safe side.
     """
     yield [part.here for part in parts]
     for name in dict.fromkeys(name for part in parts for name in part.named):
@@ -111,10 +111,10 @@ def meetings(parts: Sequence[Bounds]) -> Iterator[list[Met]]:
     yield [either(part.items, part.here) for part in parts]
 
 
-def own_bounds(schema: Mapping[str, Any]) -> Met:
+def own_bounds(schema: Mapping[str, Any]) -> TextBounds:
     """Return what the keywords of a schema itself say about a text."""
     patterns = ("pattern" in schema) + ("format" in schema) + any(name in schema for name in LENGTHS)
-    return Met(patterns, len(listed(schema.get("enum"))))
+    return TextBounds(patterns, len(listed(schema.get("enum"))))
 
 
 def item_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
