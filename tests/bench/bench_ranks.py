@@ -28,7 +28,7 @@ from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
-from common.engine.collectives.sized_group import BySize
+from common.engine.collectives.sized_group import SizedGroup
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.ops.peer_reduce import MAX_ROWS, PLACE_BYTES, RankMemories, peer_bytes
@@ -105,7 +105,7 @@ def echo_group(shard: Shard, device: torch.device) -> CollectiveGroup:
     places = [memory.data_ptr() + rank * MAX_ROWS * PLACE_BYTES for rank in range(shard.size)]
     host = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     addresses = torch.tensor(places, device=device)
-    return BySize(EchoGroup(shard, RankMemories(addresses, host, 0, POLLS), memory), alone)
+    return SizedGroup(EchoGroup(shard, RankMemories(addresses, host, 0, POLLS), memory), alone)
 
 
 class EchoGroup(PeerMemoryGroup):

@@ -36,7 +36,7 @@ from common.engine.collectives.group import (
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
-from common.engine.collectives.sized_group import SizedGroup
+from common.engine.collectives.sized_group import SizedDeviceGroup
 from common.engine.ops import peer_reduce
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.peer_reduce import peer_sum_reference, peer_sum_rms_norm_reference
@@ -219,7 +219,7 @@ def on_gpu(host: SharedMemoryGroup, device: torch.device) -> None:
     small = PeerMemoryGroup.connect(host, CudaRuntime(), device, timeout=60.0)  # another rank may compile
     large = ProcessGroupCollectives(host, gloo)
     impatient = PeerMemoryGroup.connect(host, CudaRuntime(), device, timeout=1.0)
-    for group in (SizedGroup(small, large), small):
+    for group in (SizedDeviceGroup(small, large), small):
         check_calls(group, device, CALLS, DTYPES)
         check_large(group, device)
     print(f"rank {host.shard.rank}: {4 * len(CALLS) * 3} sums and norms", flush=True)

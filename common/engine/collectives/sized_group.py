@@ -16,7 +16,7 @@ def max_small_bytes(ranks: int) -> int:
     return TWO_RANKS_BYTES * 4 // ranks**2
 
 
-class BySize(CollectiveGroup):
+class SizedGroup(CollectiveGroup):
     """Gives tensors of up to `max_small_bytes` to `small` and others to `large`, which join the same ranks.
 
     The choice depends on shapes only, so that all ranks make the same one.
@@ -60,16 +60,16 @@ class BySize(CollectiveGroup):
         return self._small if x.nbytes <= self._most else self._large
 
 
-class SizedGroup(BySize, DeviceGroup):
+class SizedDeviceGroup(SizedGroup, DeviceGroup):
     """Two groups of GPUs, by the size of tensors."""
 
     def __init__(self, small: DeviceGroup, large: DeviceGroup) -> None:
         super().__init__(small, large)
         self._ways = small, large
-        self._unaccompanied = BySize(small.unaccompanied, large.unaccompanied)
+        self._unaccompanied = SizedGroup(small.unaccompanied, large.unaccompanied)
 
     @property
-    def unaccompanied(self) -> BySize:
+    def unaccompanied(self) -> SizedGroup:
         return self._unaccompanied
 
     def abandon(self, rank: int) -> None:

@@ -13,7 +13,7 @@ from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 from common.engine.collectives.peer_memory_group import PeerAllocator, PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives, nccl
 from common.engine.collectives.shared_memory_group import TIMEOUT, SharedMemoryGroup
-from common.engine.collectives.sized_group import SizedGroup
+from common.engine.collectives.sized_group import SizedDeviceGroup
 from common.errors import ConfigError
 from common.observability.logs import Log
 
@@ -117,7 +117,7 @@ def device_group(
     if not mapped:
         return _with_nccl(host, device)
     peers = PeerMemoryGroup.connect(host, runtime, device, TIMEOUT)
-    return SizedGroup(peers, _with_nccl(host, device)) if with_nccl else peers
+    return SizedDeviceGroup(peers, _with_nccl(host, device)) if with_nccl else peers
 
 
 def _with_nccl(host: SharedMemoryGroup, device: torch.device) -> ProcessGroupCollectives:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
-from common.engine.collectives.sized_group import SizedGroup, max_small_bytes
+from common.engine.collectives.sized_group import SizedDeviceGroup, max_small_bytes
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
@@ -61,10 +61,10 @@ class Recording(Unaccompanied, DeviceGroup):
         self.calls.append("close")
 
 
-def ways(rank: int = 0, size: int = 2) -> tuple[Recording, Recording, SizedGroup]:
+def ways(rank: int = 0, size: int = 2) -> tuple[Recording, Recording, SizedDeviceGroup]:
     shard = Shard(rank, size)
     small, large = (Recording(shard, Recording(shard)) for _ in range(2))
-    return small, large, SizedGroup(small, large)
+    return small, large, SizedDeviceGroup(small, large)
 
 
 def call_all(group: CollectiveGroup, x: Tensor) -> None:

@@ -14,7 +14,7 @@ from common.engine.collectives.group import DeviceGroup
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import MakeTorchGroup, ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
-from common.engine.collectives.sized_group import SizedGroup
+from common.engine.collectives.sized_group import SizedDeviceGroup
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.errors import ConfigError, RankFailed
 from common.node.ranks import device_group as module
@@ -27,7 +27,7 @@ from tests.fakes.waiting import until
 SIZE = 2
 CHOSEN: dict[tuple[bool, bool, bool], type[DeviceGroup]] = {
     # (the GPUs map each other's memory, each rank has its own, torch has NCCL)
-    (True, True, True): SizedGroup,
+    (True, True, True): SizedDeviceGroup,
     (True, True, False): PeerMemoryGroup,
     (True, False, True): PeerMemoryGroup,
     (True, False, False): PeerMemoryGroup,
