@@ -18,7 +18,7 @@ from common.errors import ModelError
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
 BLOCK_SIZE = 128  # rows and columns of a block
 EVERYTHING = "Linear"  # the pattern that every product matches
-REGEX, GLOB, EXACT = "re:", "glob:", "exact:"
+REGEX, GLOB, EXACT, ENDING = "re:", "glob:", "exact:", "ending:"
 MAX_PATTERNS, MAX_PATTERN = 65_536, 512
 # A pattern with more repetitions, or with a repeated group, may take very long on a name that does not match.
 MAX_REPETITIONS = 4
@@ -87,7 +87,7 @@ def matches(pattern: str, product: str) -> bool:
     """Return whether a product, by its name in a text-only checkpoint, is one that the pattern means.
 
     A pattern is EVERYTHING, REGEX with an expression that matches from the start of a name, GLOB with wildcards, EXACT
-    with a whole name, or consecutive parts of a name between dots.
+    with a whole name, consecutive parts of a name between dots, or ENDING with such parts or the end of a name.
     """
     if pattern == EVERYTHING:
         return True
@@ -98,7 +98,10 @@ def matches(pattern: str, product: str) -> bool:
         return any(fnmatch.fnmatchcase(name, wild) for name in _spellings(product))
     if pattern.startswith(EXACT):
         return pattern.removeprefix(EXACT) in _spellings(product)
-    return any(f".{pattern}." in f".{name}." for name in _spellings(product))
+    parts = pattern.removeprefix(ENDING)
+    if parts != pattern and any(name.endswith(parts) for name in _spellings(product)):
+        return True
+    return any(f".{parts.removesuffix('.')}." in f".{name}." for name in _spellings(product))
 
 
 def check_kv_scheme(scheme: object, key: str, where: str) -> None:
@@ -135,8 +138,9 @@ def checked_patterns(found: object, key: str, where: str) -> tuple[str, ...]:
 
 
 def _check_regex(pattern: str, key: str, where: str) -> None:
-    repetitions = len(re.findall(r"[*+{]", pattern.replace("\\", "")))
-    if repetitions > MAX_REPETITIONS or re.search(r"\)[*+{?]", pattern):
+    # An optional group counts as a repetition, because what it contains may match in two places.
+    repetitions = len(re.findall(r"[*+{]|\)\?", pattern.replace("\\", "")))
+    if repetitions > MAX_REPETITIONS or re.search(r"\)[*+{]", pattern):
         raise ModelError(
             f"{where}: {key}: the expression {shown(pattern)} has a repeated group or more than {MAX_REPETITIONS} "
             "repetitions, which may take too long; list the names instead"
