@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,14 @@ ProcessOption = Annotated[
 THREADS = 6
 
 
-async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupReporter, log: Log) -> None:
+async def _serve(
+    resolved: Resolved,
+    process: RouterProcess,
+    reporter: StartupReporter,
+    log: Log,
+    starting: contextlib.ExitStack,
+) -> None:
+    """Run a router until it has drained. Closes `starting` once it is ready."""
     app = build(resolved, process, log)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -58,8 +66,10 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
             loop.create_task(collect_young(lambda: app.generating)),
         ]
         reporter.report("ready")
+        starting.close()
         await stop.wait()
     except BaseException:
+        starting.close()
         end_within(END_SECONDS)
         raise
     end_within(resolved.cluster.health.drain_timeout + END_SECONDS)
@@ -80,7 +90,9 @@ def main(
     """Run a router until SIGTERM or SIGINT asks it to drain."""
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
-        uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log))
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(reporter.watched(resolved.cluster.health.start_hang_timeout))
+            uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log, starting))
 
     run_process(router_name(process), cluster, set_, status_fd, body)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import ModelError
+from common.observability.start_progress import progressed
 
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a Hugging Face cache
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -32,8 +33,10 @@ MAX_TOKENIZER_CONFIG_BYTES = 16 * MIB
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file of the model directory `path.parent`, or of a folder in it, for reading.
 
-    Raises ModelError, also for errors while reading.
+    Raises ModelError, also for errors while reading. Counts as a step of a start.
     """
+    # Before the disk is asked, which may not answer: whoever ends the start has to know for which file it waits.
+    progressed(f"began to read {path}")
     try:
         # A pipe would block without O_NONBLOCK.
         descriptor = os.open(real_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -12,6 +12,7 @@ from common.checkpoint.model_directory import MIB, opened, read_bytes
 from common.checkpoint.model_json import MAX_VALUES, parse_json
 from common.checkpoint.safetensors_header import WeightFile, read_header
 from common.errors import ModelError
+from common.observability.start_progress import progressed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -118,6 +119,8 @@ def _weight_facts(file: WeightFile) -> Iterator[bytes]:
             yield f"{name} {entry.dtype} {entry.shape} {entry.begin} {entry.end}".encode()
             middle = (entry.begin + entry.end) // 2
             yield os.pread(handle.fileno(), min(SAMPLE_BYTES, entry.end - middle), file.data_start + middle)
+            # A slow disk may take a while for each, and a large checkpoint has 100,000 of them.
+            progressed()
 
 
 def fingerprint(directory: Path, config_facts: str) -> str:

@@ -17,7 +17,7 @@ from common.checkpoint import kv_scales
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_directory import real_path
 from common.checkpoint.model_files import read_weight_files
-from common.checkpoint.safetensors_header import FLOATS, TensorEntry, WeightFile
+from common.checkpoint.safetensors_header import FLOATS, WeightFile
 from common.engine.layers.piece import Piece
 from common.engine.staged_reads import StagedReads
 from common.errors import ModelError
@@ -77,10 +77,11 @@ def load_weights(
     total = sum(file.num_bytes for file in files)
     loaded = 0
 
-    def filled(name: str, entry: TensorEntry) -> None:
+    def filled(file: WeightFile, name: str) -> None:
         nonlocal loaded
+        entry = file.tensors[name]
         loaded += entry.end - entry.begin
-        progressed(f"read {name}")
+        progressed(f"read {name} of {file.path}")
         if progress is not None:
             progress(loaded, total)
 
@@ -95,15 +96,16 @@ def load_weights(
 
 
 def _fill_mapped(
-    file: WeightFile, wanted: Mapping[str, Sequence[Piece]], filled: Callable[[str, TensorEntry], None]
+    file: WeightFile, wanted: Mapping[str, Sequence[Piece]], filled: Callable[[WeightFile, str], None]
 ) -> None:
     """Fill all pieces of a file from mapped memory."""
+    progressed(f"began to read {file.path}")
     try:
         with safe_open(str(real_path(file.path)), framework="pt", device="cpu") as source:
-            for name, entry in file.tensors.items():
+            for name in file.tensors:
                 for piece in wanted.get(name, ()):
                     fill_piece(piece, source)
-                filled(name, entry)
+                filled(file, name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
 
@@ -112,7 +114,7 @@ def _fill_staged(
     file: WeightFile,
     wanted: Mapping[str, Sequence[Piece]],
     staged: StagedReads,
-    filled: Callable[[str, TensorEntry], None],
+    filled: Callable[[WeightFile, str], None],
 ) -> None:
     """Fill all pieces of a file on a GPU."""
     here = {name: [piece for piece in wanted.get(name, ()) if not piece.elsewhere] for name in file.tensors}
@@ -125,7 +127,7 @@ def _fill_staged(
         for name, pieces in here.items():
             for piece in pieces:
                 _fill(piece, next(blocks))
-            filled(name, file.tensors[name])
+            filled(file, name)
 
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:

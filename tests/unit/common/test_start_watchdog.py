@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
+import torch
+from safetensors.torch import save_file
 
+from common.checkpoint.model_files import fingerprint
 from common.config import load_cluster
+from common.engine.layers.piece import Piece
+from common.engine.weights import load_weights
 from common.observability.loop_watchdog import EXIT_HUNG
 from common.observability.start_progress import StartProgress, progressed, waiting_for_ranks
 from common.observability.start_watchdog import (
@@ -41,6 +47,21 @@ run_node(lambda resolved, name: build, Path(sys.argv[1]), "prefill-0", limit, in
 """
 
 
+ROUTER = """
+import sys, time
+from pathlib import Path
+import router.__main__ as process
+from common.checkpoint.model_directory import opened
+
+def this_disk_stalls(*arguments):
+    with opened(Path(sys.argv[1])):
+        time.sleep(3600)
+
+process.build = this_disk_stalls
+process.main(Path(sys.argv[1]), 0, ["health.start_hang_timeout=0.5"], int(sys.argv[2]))
+"""
+
+
 class Start:
     """A start whose clock moves only with `after`."""
 
@@ -57,12 +78,12 @@ class Start:
         return self.meter.problem()
 
 
-def run(body: str) -> tuple[subprocess.CompletedProcess[str], list[Progress]]:
-    """Run a node whose loader does `body`; return how it ended, and what its supervisor heard."""
+def run(script: str) -> tuple[subprocess.CompletedProcess[str], list[Progress]]:
+    """Run a process; return how it ended, and what its supervisor heard."""
     read_end, write_end = os.pipe()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", NODE.format(body=body), str(LOCAL), str(write_end)],
+            [sys.executable, "-c", script, str(LOCAL), str(write_end)],
             timeout=PATIENCE,
             capture_output=True,
             text=True,
@@ -124,7 +145,7 @@ def test_zero_turns_it_off() -> None:
 
 
 def test_a_node_whose_loader_blocks_ends_with_its_phase_and_stacks() -> None:
-    done, heard = run("time.sleep(3600)")
+    done, heard = run(NODE.format(body="time.sleep(3600)"))
     assert done.returncode == EXIT_HUNG, done.stderr
     assert "in this_loader_blocks" in done.stderr
     problem = heard[-1].message
@@ -134,6 +155,28 @@ def test_a_node_whose_loader_blocks_ends_with_its_phase_and_stacks() -> None:
 
 
 def test_so_does_one_whose_native_code_holds_the_interpreter() -> None:
-    done, _ = run("import re; re.match('(a+)+$', 'a' * 60 + 'b')")
+    done, _ = run(NODE.format(body="import re; re.match('(a+)+$', 'a' * 60 + 'b')"))
     assert done.returncode == 1
     assert "in this_loader_blocks" in done.stderr
+
+
+def test_a_router_whose_disk_stalls_ends_with_the_name_of_the_file() -> None:
+    done, heard = run(ROUTER)
+    assert done.returncode == EXIT_HUNG, done.stderr
+    assert "in this_disk_stalls" in done.stderr
+    assert heard[-1].phase == "failed"
+    assert f"after: began to read {LOCAL};" in heard[-1].message
+
+
+def test_tensors_that_are_read_are_progress_and_their_file_is_named(tmp_path: Path) -> None:
+    """A fingerprint reads a little of each, which in all takes a slow disk longer than a single step may take."""
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.ones(2) for name in "abcd"}, file)
+    progress = StartProgress()
+    with progress.current():
+        fingerprint(tmp_path, "")
+        assert str(progress).endswith(f"after: began to read {file}")
+        assert progress.steps >= 4
+        load_weights(tmp_path, [Piece("a", torch.empty(2), (2,), (0,))], aside=("b", "c", "d"))
+    assert "after: read " in str(progress)
+    assert str(progress).endswith(f" of {file}")
