@@ -41,7 +41,7 @@ class Computation:
     draft: DraftShape  # what travels with a request
     lane: HostLane | None = None  # copies pages of retracted requests; None: the usual one of the device
     host: HostShare | None = None  # for cached prefixes
-    tap: Tap = untapped  # returns what hears of these
+    tap: Tap = untapped  # returns the observer of these
     # Makes the host memory of all ranks from that of rank 0.
     of_all: Callable[[HostFetches], AppliedFetches] = lambda own: own
 

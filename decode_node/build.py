@@ -36,8 +36,7 @@ from common.node.ranks.processes import RankProcesses
 from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
-from common.node.router_link import RouterLink
-from common.node.router_links import RouterLinks
+from common.node.router_links import RouterLinks, router_links
 from common.node.serving_model import ServingModel, lookahead_of, page_space
 from common.node.shared_parts import ALONE, SharedParts, check_process
 from common.node.torch_trace import TorchTrace
@@ -167,16 +166,9 @@ def _build(
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports, times.fields())
-    codec, context = decode_inbox.codec, end.context
-    places = router_places(plan.router, log)
-    routers = RouterLinks(
-        [
-            RouterLink(context, plan.router, address, register, codec, log, security=end.security)
-            for address in places.hosts
-        ],
-        close_source=places.close,
-    )
-    peers = PeerConnections(context, name, incarnation, receiver, poller, end.security)
+    codec, places = decode_inbox.codec, router_places(plan.router, log)
+    routers = router_links(end.context, plan.router, places, register, codec, log, end.security)
+    peers = PeerConnections(end.context, name, incarnation, receiver, poller, end.security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     bounds = DecodeLimits(
         max_running=section.max_running,

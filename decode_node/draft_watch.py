@@ -38,15 +38,15 @@ class FirstDraftWatch:
     def __init__(self, causes: str, log: Log) -> None:
         self._causes = causes
         self._log = log
-        self._said = False
+        self._warned = False
 
     def check(self, counters: AcceptCounters) -> None:
-        if self._said or counters.drafts < ENOUGH:
+        if self._warned or counters.drafts < ENOUGH:
             return
         accepted = counters.accepted_at[0] if counters.accepted_at else 0
         if accepted >= MIN_ACCEPTED * counters.drafts:
             return
-        self._said = True
+        self._warned = True
         self._log.warning(
             "the first draft of a round is almost never accepted",
             rounds=counters.drafts,

@@ -8,7 +8,7 @@ store   ended     -> in a plan -> [copies to the host] -> known; the pages are f
         retracted -> in a plan -> [copies to the host] -> the pages are free
 fetch   admitted, or resumed -> in a plan -> [copies, compared] -> the request may take part in a step
 
-Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
+Nothing waits for the steps in brackets: `settle` checks them in every turn of the main loop. Pages that are being
 copied are not free, even if their request has ended meanwhile.
 """
 

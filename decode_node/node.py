@@ -346,8 +346,8 @@ class DecodeNode:
         for token in emission.tokens:
             if token is None:
                 request.ended = True
-                said = request.emitted + len(request.output)
-                error = no_token(request.sampling, said, request.matcher, self._limits.vocab_size)
+                output_tokens = request.emitted + len(request.output)
+                error = no_token(request.sampling, output_tokens, request.matcher, self._limits.vocab_size)
                 request.trusted = isinstance(error, InvalidRequest)
                 request.router.send(Failed.of(request.room, error))
                 return None

@@ -46,8 +46,7 @@ from common.node.ranks.processes import RankProcesses
 from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
-from common.node.router_link import RouterLink
-from common.node.router_links import RouterLinks
+from common.node.router_links import RouterLinks, router_links
 from common.node.serving_model import ServingModel, lookahead_of, page_space
 from common.node.shared_parts import ALONE, SharedParts, check_process
 from common.node.torch_trace import TorchTrace
@@ -203,14 +202,8 @@ def _build(
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, link_secret, served, forwards.graphs, reports, times.fields())
-    codec, context, security = prefill_inbox.codec, sockets.context, sockets.security
-    routers = RouterLinks(
-        [
-            RouterLink(context, plan.router, address, register, codec, log, security=security)
-            for address in places.hosts
-        ],
-        close_source=places.close,
-    )
+    codec, security = prefill_inbox.codec, sockets.security
+    routers = router_links(sockets.context, plan.router, places, register, codec, log, security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     bounds = PrefillLimits(
         chunk_tokens=loaded.sizes.chunk_tokens,

@@ -7,7 +7,7 @@ than the device has room for; pages that are stored when they are evicted would 
 store   computed -> [copies to the host] -> known
 load    admitted -> part of the plan of the prompt's first chunk -> compared when its results are read
 
-Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
+Nothing waits for the steps in brackets: `settle` checks them in every turn of the main loop. Pages that are being
 copied keep their request, and so its lease, alive.
 
 Checksums are computed while the forward runs, which already reads what was loaded. If a byte has changed, nothing of

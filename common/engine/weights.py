@@ -188,9 +188,9 @@ def _check(
             ],
         ),
     ]
-    said = [problem for problem in problems if problem]
-    if said:
-        raise ModelError(f"the weights in {directory} do not fit its config.json: {'; '.join(said)}")
+    differences = [problem for problem in problems if problem]
+    if differences:
+        raise ModelError(f"the weights in {directory} do not fit its config.json: {'; '.join(differences)}")
 
 
 def _accepted(piece: Piece) -> tuple[str, ...]:

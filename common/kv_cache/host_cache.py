@@ -65,7 +65,7 @@ class HostCache:
         Args:
             num_blocks: without block 0, which is never used.
             num_slots: of snapshots, without slot 0; 0 for a model that keeps no state per request.
-            observer: hears which blocks are known.
+            observer: is told which blocks are known.
             spare_blocks: how many of them writes in progress leave to `hold`, besides those that it has given away.
         """
         self.block_tokens = block_tokens

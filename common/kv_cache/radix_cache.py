@@ -76,7 +76,7 @@ class Match:
 
 
 class CacheObserver(Protocol):
-    """Hears which pages a prefix cache takes and gives up; it must not take long."""
+    """Is told which pages a prefix cache takes and gives up; it must not take long."""
 
     def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
         """Note that `pages`, which follow the first `first` pages of `keys`, were added to the cache."""

@@ -50,7 +50,7 @@ class LostPeers:
         return True
 
     def forget_router(self, router: ToRouter) -> list[str]:
-        """Drop what a lost router has said; return the peers that every other router that used them has lost."""
+        """Drop the reports of a lost router; return the peers that every other router that used them has lost."""
         lost = []
         for incarnation, peer in list(self._peers.items()):
             peer.using.discard(router)

@@ -8,11 +8,16 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from common.discovery.places import RouterPlaces
+from common.ipc import LinkSecurity
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters
 from common.messages.node_inbox import AnyNodeMessage
-from common.messages.router_inbox import RouterMessage
+from common.messages.router_inbox import Register, RouterMessage
+from common.messages.wire import InboxCodec
 from common.node.router_link import HeartbeatContent, RouterLink
 from common.node.to_router import ToRouter
+from common.node_plan import RouterPlan
+from common.observability.logs import Log
 
 M = TypeVar("M")  # the inbox of the node's role
 Held = tuple[ToRouter, int]  # a request's router, and its prompt tokens that are not computed yet
@@ -130,3 +135,19 @@ class RouterLinks(Generic[M]):
             )
             for link in self._links
         }
+
+
+def router_links(
+    context: zmq.Context[zmq.Socket[bytes]],
+    plan: RouterPlan,
+    places: RouterPlaces,
+    register: Register,
+    codec: InboxCodec[M],
+    log: Log,
+    security: LinkSecurity,
+) -> RouterLinks[M]:
+    """Return a link to the router at each place. They are not started."""
+    links = [
+        RouterLink(context, plan, each, register, codec, log, security=security) for each in places.hosts
+    ]
+    return RouterLinks(links, close_source=places.close)

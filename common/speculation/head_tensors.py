@@ -54,15 +54,15 @@ def holds_eagle(names: Collection[str]) -> bool:
 
 def check_form(raw: Json, names: Collection[str], where: str) -> None:
     """Raise ModelError, which begins with `where`, for a form of draft that is known and not supported."""
-    said = f"{architecture_of(raw) or ''} {raw.get('speculators_model_type') or ''}".lower()
+    stated = f"{architecture_of(raw) or ''} {raw.get('speculators_model_type') or ''}".lower()
     form = None
-    if "dspark" in said or any(name.startswith("markov_head.") for name in names):
+    if "dspark" in stated or any(name.startswith("markov_head.") for name in names):
         form = "a DSpark draft, which proposes a block of tokens in one forward and links them with a Markov head"
-    elif "dflash" in said or "dflash_config" in raw:
+    elif "dflash" in stated or "dflash_config" in raw:
         form = (
             "a DFlash draft, which proposes a block of tokens in one forward that attends in both directions"
         )
-    elif "peagle" in said.replace("-", "").replace("_", "") or "mask_hidden" in names:
+    elif "peagle" in stated.replace("-", "").replace("_", "") or "mask_hidden" in names:
         form = "a P-EAGLE head, which proposes all of its tokens in one forward from masked hidden states"
     elif FUSION in names and any(name.endswith(MLA) for name in names):
         form = "an EAGLE head with latent attention (MLA), whose keys and values have another layout"

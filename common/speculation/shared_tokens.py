@@ -23,15 +23,15 @@ def check_same_tokens(draft: Path, target: Path) -> None:
     ours, theirs = ModelConfig.load(draft).vocab_size, ModelConfig.load(target).vocab_size
     if ours == theirs:
         return
-    said = f"{draft / 'config.json'}: vocab_size is {ours}, the target has {theirs}"
+    sizes = f"{draft / 'config.json'}: vocab_size is {ours}, the target has {theirs}"
     missing = [path for path in (draft, target) if not (path / TOKENIZER).is_file()]
     if missing:
-        raise ModelError(f"{said}, and {missing[0]} has no {TOKENIZER} that shows whether ids agree: add it")
+        raise ModelError(f"{sizes}, and {missing[0]} has no {TOKENIZER} that shows whether ids agree: add it")
     own, other = (tokens_by_id(path / TOKENIZER) for path in (draft, target))
     for index in range(min(ours, theirs)):
         if index in own and index in other and own[index] != other[index]:
             raise ModelError(
-                f"{said}, and token {index} is {own[index][:40]!r}, the target's is {other[index][:40]!r}: this draft "
+                f"{sizes}, and token {index} is {own[index][:40]!r}, the target's is {other[index][:40]!r}: this draft "
                 "is for another model"
             )
 

@@ -174,12 +174,15 @@ class Verify:
         walk.accepted.copy_(accepted.drafts)
         if hidden is not None:
             walk.hidden.copy_(acceptor.along(accepted, hidden.view(count, nodes, hidden.shape[1])))
-        said = accepted.drafts + 1
+        emitted = accepted.drafts + 1
         if sampling.adjust is not None and sampling.adjust.penalties:
-            self._relay.adjustments.count(batch.rows, ids, batch.index[: ids.shape[1]] < said[:, None])
-        last, lengths = ids.gather(1, accepted.drafts[:, None])[:, 0], (batch.seq_len + said).to(torch.int32)
+            self._relay.adjustments.count(batch.rows, ids, batch.index[: ids.shape[1]] < emitted[:, None])
+        last, lengths = (
+            ids.gather(1, accepted.drafts[:, None])[:, 0],
+            (batch.seq_len + emitted).to(torch.int32),
+        )
         advance_rows(batch.rows, last, lengths, self._relay.last_token, self._relay.seq_len)
-        packed = torch.cat((ids, invalid.to(torch.int64), said[:, None]), dim=1)
+        packed = torch.cat((ids, invalid.to(torch.int64), emitted[:, None]), dim=1)
         if states is not None:
             states = acceptor.along(accepted, states)
         if sampling.num_logprobs is None:

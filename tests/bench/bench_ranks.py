@@ -24,12 +24,12 @@ import msgspec
 import torch
 
 from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
+from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.collectives.sized_group import SizedGroup
-from common.engine.collectives.unaccompanied import Unaccompanied
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.ops.peer_reduce import MAX_ROWS, PLACE_BYTES, RankMemories, peer_bytes
 from common.kv_cache.shard import Shard
@@ -97,7 +97,7 @@ def joined(module: str, options: argparse.Namespace) -> Iterator[Here]:
 
 def echo_group(shard: Shard, device: torch.device) -> CollectiveGroup:
     """Return a group of one rank that finds its own rows wherever it looks for those of the others."""
-    alone = Unaccompanied(shard)
+    alone = FakeGroup(shard)
     if device.type != "cuda":
         return alone
     memory = torch.zeros(peer_bytes(shard.size), dtype=torch.uint8, device=device)

@@ -31,7 +31,7 @@ from common.engine.collectives.group import (
     all_reduce_fp8_norm,
     all_reduce_norm,
     broadcast,
-    rehearsing,
+    capturing,
 )
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives
@@ -151,7 +151,7 @@ def check_graph(group: CollectiveGroup, device: torch.device) -> None:
             normed, total = all_reduce_norm(normed * (own + 1), total, weight, 1e-5, number)
         return normed, total, all_gather(x[:, :3], number, 3 * size)
 
-    with rehearsing():
+    with capturing():
         for _ in range(own + 1):  # as if a capture failed on one rank
             run(x)
         torch.cuda.synchronize()
@@ -205,7 +205,7 @@ def on_host(host: SharedMemoryGroup, device: torch.device) -> None:
     allocator = HostAllocator()  # keeps the memory
     group = PeerMemoryGroup.connect(host, allocator, device, timeout=60.0)
     if host.shard.rank == 1:  # takes no turn
-        alone, columns = group.unaccompanied, 5 * host.shard.size
+        alone, columns = group.fake, 5 * host.shard.size
         assert alone.all_reduce(torch.ones(3, 5)).shape == (3, 5)
         assert alone.all_gather(torch.ones(3, 5), columns).shape == (3, columns)
     check_calls(group, device, HOST_CALLS, DTYPES[:1])

@@ -26,17 +26,17 @@ from common.kv_cache.shard import Shard
 
 _groups: weakref.WeakValueDictionary[int, CollectiveGroup] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 @contextmanager
-def rehearsing() -> Iterator[None]:
-    """Let collectives of this thread's context use each group's `rehearsal`: a graph is captured."""
-    token = _rehearsing.set(True)
+def capturing() -> Iterator[None]:
+    """Let collectives of this thread's context use each group's `for_capture`: a graph is captured."""
+    token = _capturing.set(True)
     try:
         yield
     finally:
-        _rehearsing.reset(token)
+        _capturing.reset(token)
 
 
 class CollectiveGroup(ABC):
@@ -54,7 +54,7 @@ class CollectiveGroup(ABC):
         _groups[self.number] = self
 
     @property
-    def rehearsal(self) -> CollectiveGroup:
+    def for_capture(self) -> CollectiveGroup:
         """The group that runs while a graph is captured, whose results nobody reads; this group by default.
 
         If it waits for no other rank, a capture that fails on one rank leaves the others as they are.
@@ -107,13 +107,13 @@ class DeviceGroup(CollectiveGroup):
     """A group whose calls return before they have been computed on a GPU, where kernels wait for the other ranks."""
 
     @property
-    def rehearsal(self) -> CollectiveGroup:
-        """This group in a graph that is being captured, which computes nothing yet; `unaccompanied` in a warm-up."""
-        return self if torch.cuda.is_current_stream_capturing() else self.unaccompanied
+    def for_capture(self) -> CollectiveGroup:
+        """This group in a graph that is being captured, which computes nothing yet; `fake` in a warm-up."""
+        return self if torch.cuda.is_current_stream_capturing() else self.fake
 
     @property
     @abstractmethod
-    def unaccompanied(self) -> CollectiveGroup:
+    def fake(self) -> CollectiveGroup:
         """The group for warm-ups: its results are undefined, but it compiles every kernel, and waits for no rank."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ def rank_ended(rank: int) -> RankFailed:
 
 def _group(number: int) -> CollectiveGroup:
     found = _groups[number]
-    return found.rehearsal if _rehearsing.get() else found
+    return found.for_capture if _capturing.get() else found
 
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:

@@ -50,13 +50,11 @@ class PeerMemoryGroup(DeviceGroup):
     with the process, since another rank may still be writing to it.
     """
 
-    def __init__(
-        self, shard: Shard, memory: RankMemories, unaccompanied: PeerMemoryGroup | None = None
-    ) -> None:
-        """Exchange rows through `memory`. Without `unaccompanied` this group is one itself."""
+    def __init__(self, shard: Shard, memory: RankMemories, fake: PeerMemoryGroup | None = None) -> None:
+        """Exchange rows through `memory`. Without `fake` this group is one itself."""
         super().__init__(shard)
         self._memory = memory
-        self._unaccompanied = unaccompanied or self
+        self._fake = fake or self
 
     @classmethod
     def connect(
@@ -84,8 +82,8 @@ class PeerMemoryGroup(DeviceGroup):
         return cls(shard, _memories(addresses, shard, device, polls), warm_up)
 
     @property
-    def unaccompanied(self) -> PeerMemoryGroup:
-        return self._unaccompanied
+    def fake(self) -> PeerMemoryGroup:
+        return self._fake
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return peer_sum_triton(x, self._memory)

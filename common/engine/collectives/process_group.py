@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup, gather_columns, rank_ended
-from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
 PATH_BYTES = 64
@@ -64,11 +64,11 @@ class ProcessGroupCollectives(DeviceGroup):
         store = dist.FileStore(place, host.shard.size)  # type: ignore[attr-defined]  # missing in torch's stubs
         self._group = make(store, host.shard)
         self._lost: int | None = None  # a rank that has ended
-        self._unaccompanied = Unaccompanied(self.shard)
+        self._fake = FakeGroup(self.shard)
 
     @property
-    def unaccompanied(self) -> Unaccompanied:
-        return self._unaccompanied
+    def fake(self) -> FakeGroup:
+        return self._fake
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)

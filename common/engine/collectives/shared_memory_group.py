@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from common.engine.collectives.endpoints import HEADER_BYTES, GroupEndpoint
+from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import CollectiveGroup
-from common.engine.collectives.unaccompanied import Unaccompanied
 from common.errors import RankFailed
 from common.kv_cache.shard import Shard
 from common.observability.start_progress import progressed
@@ -65,12 +65,12 @@ class SharedMemoryGroup(CollectiveGroup):
         os.close(endpoint.memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._round = 0
-        self._rehearsal = Unaccompanied(self.shard)
+        self._fake = FakeGroup(self.shard)
         self._failure: RankFailed | None = None
 
     @property
-    def rehearsal(self) -> Unaccompanied:
-        return self._rehearsal
+    def for_capture(self) -> FakeGroup:
+        return self._fake
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)

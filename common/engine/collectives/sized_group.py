@@ -66,11 +66,11 @@ class SizedDeviceGroup(SizedGroup, DeviceGroup):
     def __init__(self, small: DeviceGroup, large: DeviceGroup) -> None:
         super().__init__(small, large)
         self._ways = small, large
-        self._unaccompanied = SizedGroup(small.unaccompanied, large.unaccompanied)
+        self._fake = SizedGroup(small.fake, large.fake)
 
     @property
-    def unaccompanied(self) -> SizedGroup:
-        return self._unaccompanied
+    def fake(self) -> SizedGroup:
+        return self._fake
 
     def abandon(self, rank: int) -> None:
         for each in self._ways:

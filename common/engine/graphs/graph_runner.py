@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from common.engine.collectives.group import rehearsing
+from common.engine.collectives.group import capturing
 from common.engine.graphs.admission import BatchFacts, Fallback, ReplayDecision, admit
 from common.engine.graphs.backends.base import Backend, GraphCompilation, Recording
 from common.engine.graphs.outputs import OutputSpec
@@ -169,7 +169,7 @@ class GraphRunner(Generic[Batch, Output]):
 
         The first must be kept until the last one is made: CUDA's memory pool ends with the last of its graphs.
         """
-        with torch.inference_mode(), rehearsing():
+        with torch.inference_mode(), capturing():
             inputs = self.inputs.idle(key.shape)
             self.program.plan(self.program.idle(key.shape), inputs)
             return self._backend.capture(partial(self.program.run, inputs, key.variant))

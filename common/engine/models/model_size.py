@@ -26,12 +26,12 @@ PROPORTION, ALWAYS = 2, 1 << 20
 def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Check a complete model. Raises ModelError, even if the memory of a CPU cannot hold it."""
     values = _layers(config) + config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
-    said = f"{_sizes(config)} and vocab_size {config.vocab_size}"
-    _check(path, values, said)
+    sizes = f"{_sizes(config)} and vocab_size {config.vocab_size}"
+    _check(path, values, sizes)
     memory = host_memory()
     if device.type == "cpu" and values * dtype.itemsize > memory:
         raise ModelError(
-            f"{path / 'config.json'}: {said} make weights of {values * dtype.itemsize / GIB:.1f} GiB as {dtype}; this "
+            f"{path / 'config.json'}: {sizes} make weights of {values * dtype.itemsize / GIB:.1f} GiB as {dtype}; this "
             f"machine has {memory / GIB:.1f} GiB"
         )
 
@@ -47,8 +47,8 @@ def check_draft_size(path: Path, draft: DraftConfig) -> None:
 def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
     """Check the vision part of a language model of width `hidden`. Raises ModelError."""
     values, width, inner, layers = vision.tower_size(hidden)
-    said = f"vision_config: hidden_size {width}, intermediate_size {inner} and {layers} layers"
-    _check(path, values, said)
+    sizes = f"vision_config: hidden_size {width}, intermediate_size {inner} and {layers} layers"
+    _check(path, values, sizes)
 
 
 def _layers(config: ModelConfig) -> int:
@@ -81,9 +81,9 @@ def _sizes(config: ModelConfig) -> str:
     )
 
 
-def _check(path: Path, values: int, said: str) -> None:
+def _check(path: Path, values: int, sizes: str) -> None:
     stored = sum(file.num_values for file in read_weight_files(path))
     if values > PROPORTION * stored + ALWAYS:
         raise ModelError(
-            f"{path / 'config.json'}: {said} make a model of at least {values} values; the weight files hold {stored}"
+            f"{path / 'config.json'}: {sizes} make a model of at least {values} values; the weight files hold {stored}"
         )

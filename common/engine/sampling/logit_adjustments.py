@@ -123,8 +123,8 @@ class AdjustmentRows:
             seen, prompt = penalties.seen[row], len(text) - outputs
             seen.zero_()
             seen.index_fill_(0, self._to_device(text[:prompt], torch.int64), 1)
-            said = self._to_device(text[prompt:], torch.int64)
-            seen.index_add_(0, said, torch.full_like(said, 2, dtype=torch.int32))
+            drawn = self._to_device(text[prompt:], torch.int64)
+            seen.index_add_(0, drawn, torch.full_like(drawn, 2, dtype=torch.int32))
 
     def count(self, rows: Tensor, tokens: Tensor, times: Tensor | int = 1) -> None:
         """Count tokens [B, n] int64 as output of rows [B] int64; `times` [B, n] selects them by 0 or 1."""

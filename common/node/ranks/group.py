@@ -176,7 +176,7 @@ class RankGroup:
         self._collectives.close()
 
     def _reason(self, error: RankFailed) -> TandemError:
-        """Return why a rank failed: what it has said, or else the error that another rank noticed.
+        """Return why a rank failed: what it has reported, or else the error that another rank noticed.
 
         A rank that says why has done so before it ends, and thus before other ranks end because of it, whose ends may
         be read first. So once one has ended, only what has arrived by then is read.

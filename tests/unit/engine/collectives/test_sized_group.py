@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 from common.engine.collectives.sized_group import SizedDeviceGroup, max_small_bytes
-from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
 VALUES = max_small_bytes(2) // 4  # of float32
 
 
-class Recording(Unaccompanied, DeviceGroup):
+class Recording(FakeGroup, DeviceGroup):
     """Notes its calls."""
 
     def __init__(self, shard: Shard, warm_up: Recording | None = None) -> None:
@@ -24,7 +24,7 @@ class Recording(Unaccompanied, DeviceGroup):
         self._warm_up = warm_up or self
 
     @property
-    def unaccompanied(self) -> Recording:
+    def fake(self) -> Recording:
         return self._warm_up
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -105,13 +105,13 @@ def test_warm_ups_choose_alike_and_meet_no_rank(monkeypatch: pytest.MonkeyPatch)
     """Captures compute nothing yet, so that they record the groups themselves."""
     small, large, group = ways()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert group.rehearsal is group
+    assert group.for_capture is group
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for values in (VALUES, VALUES + 1):
-        group.rehearsal.all_reduce(torch.zeros(1, values))
+        group.for_capture.all_reduce(torch.zeros(1, values))
     assert not small.calls
     assert not large.calls
-    assert (small.unaccompanied.calls, large.unaccompanied.calls) == (["all_reduce"], ["all_reduce"])
+    assert (small.fake.calls, large.fake.calls) == (["all_reduce"], ["all_reduce"])
 
 
 def test_both_groups_are_checked_abandoned_and_closed() -> None:

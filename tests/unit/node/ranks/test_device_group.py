@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import DeviceGroup
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import MakeTorchGroup, ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.collectives.sized_group import SizedDeviceGroup
-from common.engine.collectives.unaccompanied import Unaccompanied
 from common.errors import ConfigError, RankFailed
 from common.node.ranks import device_group as module
 from common.node.ranks.device_group import LostRankWatch, RankCollectives, device_group
@@ -64,14 +64,14 @@ class OnHost(FakeCuda):
         return self.mapped
 
 
-class Stub(Unaccompanied, DeviceGroup):
+class Stub(FakeGroup, DeviceGroup):
     """Stands for NCCL's group, for which the ranks here have no GPUs."""
 
     def __init__(self, host: SharedMemoryGroup, make: MakeTorchGroup) -> None:
         super().__init__(host.shard)
 
     @property
-    def unaccompanied(self) -> Unaccompanied:
+    def fake(self) -> FakeGroup:
         return self
 
     def abandon(self, rank: int) -> None:

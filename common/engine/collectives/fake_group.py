@@ -8,7 +8,7 @@ from torch import Tensor
 from common.engine.collectives.group import CollectiveGroup
 
 
-class Unaccompanied(CollectiveGroup):
+class FakeGroup(CollectiveGroup):
     """Returns tensors of the right shape, with values of this rank only."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
