@@ -140,8 +140,7 @@ class DecodeNode:
         self.life.look_after(self, now)
         counters = self._report.counters(self._routers.refused_messages)
         self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
-        live = sum(1 for _ in self.queues.live())
-        self.life.end_turn(live, now, len(self.queues.quarantined))
+        self.life.end_turn(self.queues.num_live, now, len(self.queues.quarantined))
         self._events.flush()
 
     def _launch(self, planned: Planned) -> Launched:

@@ -22,12 +22,12 @@ class QuarantineWait:
     def overdue(self, frees_pages: bool, now: float) -> list[DecodeRequest]:
         """Return the requests that have waited for too long. `frees_pages`: pages of retracted ones become free."""
         queues = self._queues
-        waits = (*queues.retracted, *queues.waiting)
+        waits = queues.retracted or queues.waiting
         if not waits or not queues.quarantined or frees_pages or any(True for _ in queues.holding()):
             self._since = None
         elif self._since is None:
             self._since = now
         elif now - self._since > MAX_SECONDS:
             self._since = None
-            return list(waits)
+            return [*queues.retracted, *queues.waiting]
         return []

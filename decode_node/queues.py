@@ -28,7 +28,18 @@ class Queues:
         self.quarantined: dict[int, DecodeRequest] = {}
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return self.num_live + len(self.quarantined)
+
+    @property
+    def num_live(self) -> int:
+        """Number of requests that the router still waits for."""
+        return (
+            len(self.waiting)
+            + len(self.transferring)
+            + len(self.arrived)
+            + len(self.running)
+            + len(self.retracted)
+        )
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         yield from self.live()

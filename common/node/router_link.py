@@ -161,9 +161,9 @@ class RouterLink(Generic[M]):
         self._content = content
 
     def send(self, message: RouterMessage) -> None:
-        """Send without blocking.
+        """Send without blocking. A message that does not fit into the queue is lost, and counted.
 
-        A full queue means that the router does not read: counted, and the node is then fenced.
+        That means that the router has read nothing for long: it counts as lost by its silence.
         """
         if not self._dealer.send(encode(message)):
             self.unsent_messages += 1
