@@ -82,8 +82,10 @@ class AdminSocket:
             raise ConfigError("router.admin", f"cannot open {lock}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(descriptor)
-            return False
+            if isinstance(error, BlockingIOError):
+                return False
+            raise ConfigError("router.admin", f"cannot lock {lock}: {error.strerror}") from error
         self._lock = descriptor
         return True

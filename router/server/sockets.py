@@ -65,7 +65,7 @@ def _no_password() -> str:
 
 
 def owner_socket(path: Path) -> socket.socket:
-    """Bind a Unix socket with mode 0600. Raises ConfigError if the path is taken by a file or a listener."""
+    """Bind a Unix socket with mode 0600. Raises ConfigError if that fails, as for a path that a listener has."""
     key = "router.admin"
     try:
         if stat.S_ISSOCK(path.lstat().st_mode):
@@ -80,6 +80,8 @@ def owner_socket(path: Path) -> socket.socket:
             raise ConfigError(key, f"{path} exists and is not a socket; remove it, or choose another path")
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise ConfigError(key, f"cannot listen at {path}: {error.strerror}") from error
     made = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import ConfigError
 from common.observability.logs import Log
 from router.server import admin_socket
 from router.server.admin_socket import AdminSocket
@@ -105,3 +107,21 @@ async def test_a_process_that_waits_can_end(tmp_path: Path) -> None:
     assert path.exists(), "it belongs to the other process"
     served.close()
     first.remove()
+
+
+async def test_a_path_that_cannot_be_used_is_named_and_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on file systems without locks, where a process may try again for as long as it runs."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"router\.admin: cannot listen at .*/file/sock: Not a directory"):
+        owner_socket(tmp_path / "file" / "sock")
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match=r"router\.admin: cannot lock .*: No locks available"):
+        await AdminSocket(tmp_path / "router.admin.sock", True, Log("test")).start(Served())
+    assert len(os.listdir("/proc/self/fd")) == before
