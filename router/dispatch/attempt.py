@@ -13,7 +13,6 @@ from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores,
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.first_token_hold import FirstTokenHold
 from router.dispatch.generation import TakeNow, TokenDelta
-from router.dispatch.wakeup import Wakeup
 from router.nodes.history import NOTHING_CACHED, ExpectedCache
 from router.nodes.registry import Node
 
@@ -22,6 +21,26 @@ MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the 
 MAX_TAKEN = 128
 # Tokens of one run that may go to the client in the turn in which they arrive: a hundred runs share that turn.
 MAX_DIRECT = 16
+
+
+class Wakeup(msgspec.Struct, eq=False):
+    """An event for a single waiter. `asyncio.Event`, which has many, costs several times as much."""
+
+    is_set: bool = False
+    waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self.is_set = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def clear(self) -> None:
+        self.is_set = False
+
+    def future(self) -> asyncio.Future[None]:
+        """Return what is done at the next `set`. Await it only while `is_set` is False."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        return self.waiter
 
 
 class Attempt(msgspec.Struct, eq=False):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 
 from aiohttp import web
 
@@ -56,7 +57,6 @@ from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
 from router.requests.thinking_budget import completion_limit
 from router.routes.listed_ids import listed_ids
-from router.routes.request_counter import RequestCounter
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
 from router.text.token_rules import token_rules
@@ -72,6 +72,21 @@ class OwnFields:
 
     bodies: Sequence[CompletionRequest]  # one for each prompt, without it
     names: Callable[[int], Mapping[str, str]]  # of the fields of one prompt in refusals
+
+
+class RequestCounter:
+    """Counts requests: `with active:` around each of them. A draining router waits until `count` is 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.count += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.count -= 1
 
 
 class OpenAiRoutes:
