@@ -21,6 +21,8 @@ from common.config.resolve_node import movable_section, pool_budget
 from common.config.router_processes import RouterProcess, router_name
 from common.config.run_directory import entry_peer_address, own_socket, use_file
 from common.config.schema import Cluster, Model, NodeEntry
+from common.grammar.token_marker import TokenMarker
+from common.messages.generation import MAX_MARKER
 from common.messages.identity import Role
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
@@ -180,7 +182,7 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
                 "it to; set another template in model.chat_template",
                 file=str(source.file),
             )
-    return AnswerStyle(
+    style = AnswerStyle(
         template,
         short_ids=family is not None and family.short_ids,
         special={} if template is None else tokenizer.markers_in(template.text),
@@ -188,3 +190,16 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
         template_variables=frozenset(section.chat_template_kwargs),
         reasoning_fields=resolved.cluster.router.reasoning_fields,
     )
+    return replace(style, think_markers=_think_markers(style, tokenizer))
+
+
+def _think_markers(style: AnswerStyle, tokenizer: Tokenizer) -> tuple[TokenMarker, TokenMarker] | None:
+    """Return what nodes recognise and force; None unless either marker is one text that tokens can write."""
+    if style.think is None:
+        return None
+    begin, end = (tokenizer.tokens_within(text) for text in style.think)
+    for tokens, text in zip((begin, end), style.think, strict=True):
+        written = b"".join(map(tokenizer.token_bytes, tokens))
+        if len(tokens) > MAX_MARKER or written != text.encode():
+            return None
+    return TokenMarker(begin, tokenizer.symbols_of), TokenMarker(end, tokenizer.symbols_of)

@@ -18,6 +18,7 @@ from common.grammar.grammar_text import check_text
 from common.grammar.hidden_markers import hide_markers
 from common.grammar.limits import GrammarLimits
 from common.grammar.matcher import Matcher, mask_width
+from common.grammar.token_marker import Symbols, by_id
 
 MAX_CACHED = 256  # compiled grammars, and refusals
 # limit for the texts of cached grammars, which their memory is in proportion to
@@ -77,6 +78,7 @@ class GrammarCompiler:
         except Exception as error:  # the library raises plain exceptions of several types
             raise ModelError(f"tokenizer.json cannot constrain answers: {error}") from error
         self._eos = dict.fromkeys(eos_ids)
+        self._symbols: dict[int, Symbols] = {}  # at most one entry per token of the vocabulary
         self._cache: OrderedDict[bytes, Matcher | InvalidGrammar] = OrderedDict()
         self._sizes: dict[bytes, int] = {}
         self._lock = Lock()
@@ -87,6 +89,16 @@ class GrammarCompiler:
         """Return the tokens of a text in the middle of an answer, without special tokens."""
         tokens: list[int] = self._tokenizer.tokenize_str(text)
         return tokens
+
+    def symbols_of(self, token: int, /) -> Symbols:
+        """Return the bytes of a token, or its id if it has none or grammars match it by its id only."""
+        found = self._symbols.get(token)
+        if found is None:
+            if not 0 <= token < self.vocab_size:
+                return by_id(token)
+            text = b"" if self._tokenizer.is_special_token(token) else self._tokenizer.decode_bytes([token])
+            found = self._symbols[token] = text or by_id(token)
+        return found
 
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the start of the grammar. Raises InvalidGrammar with the reason."""

@@ -10,6 +10,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.errors import InvalidGrammar, ModelError
 from common.grammar.compiler import GrammarCompilation
 from common.grammar.model_tokenizer import compiler_for
+from common.grammar.token_marker import Symbols, by_id
 from common.observability.logs import Log
 
 
@@ -18,6 +19,10 @@ class Grammars(Protocol):
 
     def start(self, grammar: str, now: Callable[[], float], /) -> GrammarCompilation:
         """Compile in a thread. Raises RequestError if too many wait already."""
+        ...
+
+    def symbols_of(self, token: int, /) -> Symbols:
+        """Return the bytes of a token, or its id for one without any; see `TokenMarker`."""
         ...
 
 
@@ -29,6 +34,9 @@ class NoGrammars:
 
     def start(self, grammar: str, now: Callable[[], float], /) -> GrammarCompilation:
         raise InvalidGrammar(f"this cluster cannot constrain answers: {self._reason}")
+
+    def symbols_of(self, token: int, /) -> Symbols:
+        return by_id(token)
 
 
 NO_GRAMMARS = NoGrammars("this model has no tokenizer.json")

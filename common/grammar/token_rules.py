@@ -19,6 +19,7 @@ from common.grammar.grammars import Grammars
 from common.grammar.matcher import ALL, Masks, Matcher, mask_width
 from common.grammar.nothing_left import GRAMMAR, nothing_left
 from common.grammar.thinking_budget import NEVER, OVER, Place, ThinkingBudget
+from common.grammar.token_marker import SymbolsOf, by_id
 from common.messages.generation import SamplingParams, TokenRules
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -56,16 +57,20 @@ class PendingFollower(Protocol):
 class RuleFollower:
     """Follows an answer under rules, and under a grammar if it has one.
 
-    Once an answer has as many reasoning tokens as its limit allows, only the marker that ends reasoning may follow.
+    Once an answer has as many reasoning tokens as its limit allows, only the marker that ends reasoning may follow,
+    token by token.
 
     A bad word of several tokens is forbidden by masking its last token where the answer ends with the others, as in
     vLLM. The prompt does not count.
     """
 
-    def __init__(self, rules: TokenRules, grammar: Matcher | None, vocab_size: int) -> None:
+    def __init__(
+        self, rules: TokenRules, grammar: Matcher | None, vocab_size: int, symbols_of: SymbolsOf = by_id
+    ) -> None:
+        """`symbols_of` tells how a token may be part of the markers around reasoning."""
         self._grammar = grammar
         self._rules = rules
-        self._budget = None if rules.thinking is None else ThinkingBudget(rules.thinking)
+        self._budget = None if rules.thinking is None else ThinkingBudget(rules.thinking, symbols_of)
         self._place = OVER if self._budget is None else self._budget.start
         self._always = _allowed(rules, vocab_size)
         # last token of the beginning of a bad word -> (beginning, last token) of each such word
@@ -104,8 +109,8 @@ class RuleFollower:
         return self._grammar is None or self._grammar.accept(tokens)
 
     def forced(self, limit: int) -> list[int]:
-        if self._budget is not None and self._budget.forces(self._place):
-            return [self._budget.end][:limit]
+        if marker := self._forced(self._place):
+            return list(marker[:limit])
         return [] if self._grammar is None else self._grammar.forced(limit)
 
     def fill(self, masks: Masks, row: int) -> None:
@@ -138,17 +143,19 @@ class RuleFollower:
     def _after(self, place: Place, token: int) -> Place:
         return place if self._budget is None else self._budget.after(place, token)
 
+    def _forced(self, place: Place) -> tuple[int, ...]:
+        return () if self._budget is None else self._budget.forced(place)
+
     def _apply(self, masks: Masks, row: int, said: Sequence[int], place: Place) -> None:
         """Forbid what the rules forbid after an answer that ends with `said`, in this place."""
         masks[row] &= self._always
         for begin, last in self._words.get(said[-1], ()) if said else ():
             if tuple(said[-len(begin) :]) == begin:
                 masks[row, last // 32] &= ~_bit(last)
-        if self._budget is not None and self._budget.forces(place):
-            end = self._budget.end
-            left = masks[row, end // 32] & _bit(end)
+        if marker := self._forced(place):
+            left = masks[row, marker[0] // 32] & _bit(marker[0])
             masks[row] = 0
-            masks[row, end // 32] = left
+            masks[row, marker[0] // 32] = left
 
     def _check(self, masks: Masks, row: int) -> None:
         if self.failure is None and not masks[row].any():
@@ -172,10 +179,13 @@ class _Ready:
 class _WithRules:
     """Rules beside a grammar that is being compiled."""
 
-    def __init__(self, compilation: PendingFollower, rules: TokenRules, vocab_size: int) -> None:
+    def __init__(
+        self, compilation: PendingFollower, rules: TokenRules, vocab_size: int, symbols_of: SymbolsOf
+    ) -> None:
         self._compilation = compilation
         self._rules = rules
         self._vocab_size = vocab_size
+        self._symbols_of = symbols_of
 
     def ready(self, now: float) -> bool:
         return self._compilation.ready(now)
@@ -183,7 +193,7 @@ class _WithRules:
     def matcher(self) -> RuleFollower:
         matcher = self._compilation.matcher()
         assert isinstance(matcher, Matcher)
-        return RuleFollower(self._rules, matcher, self._vocab_size)
+        return RuleFollower(self._rules, matcher, self._vocab_size, self._symbols_of)
 
 
 def constraint_of(
@@ -195,8 +205,8 @@ def constraint_of(
     if rules is None:
         return compilation
     if compilation is None:
-        return _Ready(RuleFollower(rules, None, vocab_size))
-    return _WithRules(compilation, rules, vocab_size)
+        return _Ready(RuleFollower(rules, None, vocab_size, grammars.symbols_of))
+    return _WithRules(compilation, rules, vocab_size, grammars.symbols_of)
 
 
 def forbidding(rules: TokenRules | None) -> dict[str, bool]:

@@ -64,12 +64,16 @@ MAX_BAD_WORD = 64  # tokens
 BadWord = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD)]
 
 
+MAX_MARKER = 64  # tokens
+MarkerTokens = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_MARKER)]
+
+
 class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
     """The most tokens of reasoning at the beginning of an answer; `end` follows them, whatever the model prefers."""
 
     tokens: Count
-    begin: TokenId  # opens the reasoning
-    end: TokenId
+    begin: MarkerTokens  # opens the reasoning
+    end: MarkerTokens
     # None: the answer opens its reasoning itself, if it has any. n: the prompt does, and has n tokens of it.
     spent: Count | None = None
 
@@ -85,7 +89,7 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True):
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens that it names."""
-        markers = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
+        markers = () if self.thinking is None else (*self.thinking.begin, *self.thinking.end)
         return (*self.allowed, *(token for word in self.bad_words for token in word), *markers)
 
 

@@ -14,6 +14,7 @@ from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import InternalError, ModelError
+from common.grammar.token_marker import TokenMarker
 from common.messages.generation import ThinkingLimit
 from router.chat.answer_parser import AnswerParser
 from router.chat.call_formats import CallFormat
@@ -38,6 +39,7 @@ class AnswerStyle:
         template_variables: variables of the chat template that clients may set.
         reasoning_fields: names under which answers show reasoning.
         calls: how calls are written, where a grammar can force them.
+        think_markers: what opens and closes reasoning, if its tokens can be limited.
     """
 
     template: ResponseTemplate | None = None
@@ -46,6 +48,7 @@ class AnswerStyle:
     template_variables: frozenset[str] = frozenset()
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)
     calls: CallFormat | None = None
+    think_markers: tuple[TokenMarker, TokenMarker] | None = None
 
     @property
     def kept(self) -> frozenset[int]:
@@ -61,20 +64,18 @@ class AnswerStyle:
                 return None if begin is None or end is None else (begin, end)
         return None
 
-    @property
-    def think_tokens(self) -> tuple[int, int] | None:
-        """The markers around reasoning, if each is a token of its own."""
-        begin, end = (self.special.get(marker) for marker in self.think or ("", ""))
-        return None if begin is None or end is None else (begin, end)
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether the last marker in a prompt opens reasoning."""
+        assert self.think_markers is not None
+        opened, closed = (marker.tokens_since(prompt) for marker in self.think_markers)
+        return opened is not None and (closed is None or opened < closed)
 
     def thinking_limit(self, tokens: int, prompt: Sequence[int], opened: bool) -> ThinkingLimit:
         """Return a limit of reasoning tokens. `opened`: the prompt opens the reasoning, and has some of its tokens."""
-        assert self.think_tokens is not None
-        begin, end = self.think_tokens
-        spent = None
-        if opened:
-            spent = next((count for count, token in enumerate(reversed(prompt)) if token == begin), 0)
-        return ThinkingLimit(tokens, begin, end, spent)
+        assert self.think_markers is not None
+        begin, end = self.think_markers
+        spent = (begin.tokens_since(prompt) or 0) if opened else None
+        return ThinkingLimit(tokens, begin.tokens, end.tokens, spent)
 
     def thought(self, prefix: str) -> Thought:
         """Return where the answer's message is after `prefix`."""

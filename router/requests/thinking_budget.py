@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -38,7 +39,7 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
             continue
         if not 0 <= tokens <= MAX_BUDGET:
             raise InvalidRequest(f"{field} must be from 0 to {MAX_BUDGET}, or -1 for no limit", param=field)
-        if style.think_tokens is None:
+        if style.think_markers is None:
             raise InvalidRequest(f"{field} cannot be enforced: {_obstacle(style)}; leave it out", param=field)
         budgets.append(Budget(tokens, field))
     return min(budgets, default=None)
@@ -52,11 +53,10 @@ def completion_limit(
     The prompt opens the reasoning if its last marker does.
     """
     budget = asked_budget(request, style)
-    if budget is None or style.think_tokens is None:
+    if budget is None:
         return None
     refuse_constrained(budget, grammar)
-    last = next((token for token in reversed(prompt) if token in style.think_tokens), None)
-    return style.thinking_limit(budget.tokens, prompt, last == style.think_tokens[0])
+    return style.thinking_limit(budget.tokens, prompt, style.opens_reasoning(prompt))
 
 
 def refuse_constrained(budget: Budget, grammar: str) -> None:
@@ -73,14 +73,15 @@ def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:
     """Return rules with a limit of reasoning tokens. Raises InvalidRequest if they forbid the marker that ends it."""
     rules = TokenRules() if rules is None else rules
     field = None
-    if rules.allowed and limit.end not in rules.allowed:
+    if rules.allowed and not set(limit.end) <= set(rules.allowed):
         field = "allowed_token_ids"
-    elif (limit.end,) in rules.bad_words:
+    elif any(_contains(limit.end, word) for word in rules.bad_words):
         field = "bad_words"
     if field is not None:
+        ids = ", ".join(map(str, limit.end))
         raise InvalidRequest(
-            f"{field} forbids token {limit.end}, which ends the reasoning once it has as many tokens as the request "
-            "allows",
+            f"{field} forbids the marker that ends the reasoning once it has as many tokens as the request allows; its "
+            f"token ids: {ids}",
             param=field,
         )
     return replace(rules, thinking=limit)
@@ -89,4 +90,8 @@ def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:
 def _obstacle(style: AnswerStyle) -> str:
     if style.template is None or not style.template.reasons:
         return "this model has no response template with reasoning (model.response_template)"
-    return "the markers of this model's reasoning are not single tokens"
+    return "the markers of this model's reasoning are not fixed texts"
+
+
+def _contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
+    return any(tuple(tokens[at : at + len(part)]) == tuple(part) for at in range(len(tokens)))

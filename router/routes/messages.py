@@ -31,7 +31,7 @@ class MessagesRoutes(TranslatedRoutes):
             with renamed_fields(NAMES):
                 task = await self._texts.read_task(READER, memory.take())
                 model, chat = self._model(), task.chat
-                if model.answers.think_tokens is None:
+                if model.answers.think_markers is None:
                     # Clients must send a budget to switch thinking on, also for a model that does not think.
                     chat = msgspec.structs.replace(chat, thinking_token_budget=None)
                 show = partial(MessagesForm, request[request_id_key], model.name)

@@ -11,6 +11,7 @@ from common.checkpoint.added_tokens import is_marker
 from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import ModelError
+from common.grammar.token_marker import Symbols, by_id
 from router.tokens.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from router.tokens.longest_token import longest_token
 from router.tokens.named_tokens import complete
@@ -41,6 +42,9 @@ class Tokenizer:
         named = complete(self._tokenizer, read_tokenizer_config(path))
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._special = named | {token_id for token_id, token in self._added.items() if token.special}
+        self._markers = {
+            token_id for token_id, token in self._added.items() if is_marker(token.content, token.special)
+        }
         self._texts: dict[int, str] = {}  # token id -> its text in isolation; bounded by the vocabulary
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
         self._longest = longest_token(self._tokenizer)
@@ -107,12 +111,17 @@ class Tokenizer:
 
     def markers_in(self, text: str) -> dict[str, int]:
         """Return the ids of the tokens whose text is part of `text` and which a grammar matches by their ids only."""
-        named = {
-            token.content: token_id
-            for token_id, token in sorted(self._added.items())
-            if is_marker(token.content, token.special)
-        }
+        named = {self._added[each].content: each for each in sorted(self._markers)}
         return {name: each for name, each in named.items() if name and name in text}
+
+    def symbols_of(self, token_id: int) -> Symbols:
+        """Return the bytes of a token, or its id if a grammar matches it by its id only."""
+        return by_id(token_id) if token_id in self._markers else self.token_bytes(token_id) or by_id(token_id)
+
+    def tokens_within(self, text: str) -> list[int]:
+        """Return the tokens of a text in the middle of another one, where a line begins."""
+        before, whole = self.encode("\n", False), self.encode(f"\n{text}", False)
+        return whole[len(before) :] if whole[: len(before)] == before else self.encode(text, False)
 
     def stream(
         self,

@@ -28,7 +28,7 @@ from router.grammar.grammar_text import grammar_text
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.read_constraint import read_constraint
 from tests.cluster.check_families import shipped
-from tests.fakes.tiny_model import thought_enough
+from tests.fakes.tiny_model import forced_end
 
 # Of logits, relative to the noise of a draw: forwards of other shapes round differently.
 NEAR_TIE = 1e-3
@@ -81,9 +81,10 @@ class MaskedReference:
         ids = answer[:-1] if answer and answer[-1] in self._eos else answer
         allowed, over = self._allowed(asked.constraint(), ids)
         if asked.thinking is not None:
-            end = asked.thinking.end
-            rows = [row for row in range(len(ids) + 1) if thought_enough(ids[:row], asked.thinking)]
-            allowed[rows, :end] = allowed[rows, end + 1 :] = False
+            for row in range(len(ids) + 1):
+                end = forced_end(ids[:row], asked.thinking)
+                if end is not None:
+                    allowed[row, :end] = allowed[row, end + 1 :] = False
         logits = self._model(torch.tensor([asked.prompt + ids])).logits[0, len(asked.prompt) - 1 :]
         scores = self._scores(logits.float().masked_fill(~allowed, -torch.inf), asked)
         drawn = scores.argmax(-1).tolist()

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from llguidance import LLMatcher
 
 from common.grammar import GrammarCompilation, GrammarCompiler, Matcher
+from common.grammar.token_marker import Symbols
 
 VOCAB = 64
 EOS = 0
@@ -112,6 +113,9 @@ class HeldCompiler:
 
     def start(self, grammar: str, now: Callable[[], float]) -> GrammarCompilation:
         return HeldCompilation(self, matcher(grammar), now() + 1e9)
+
+    def symbols_of(self, token: int, /) -> Symbols:
+        return tiny_compiler().symbols_of(token)
 
 
 class HeldCompilation(GrammarCompilation):

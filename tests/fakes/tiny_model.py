@@ -154,19 +154,25 @@ def ruled(logits: torch.Tensor, output: list[int], rules: TokenRules) -> torch.T
     for *begin, last in rules.bad_words:
         if not begin or output[-len(begin) :] == begin:
             out[last] = -torch.inf
-    if rules.thinking is not None and thought_enough(output, rules.thinking):
-        out[[token for token in range(VOCAB) if token != rules.thinking.end]] = -torch.inf
+    forced = None if rules.thinking is None else forced_end(output, rules.thinking)
+    if forced is not None:
+        out[[token for token in range(VOCAB) if token != forced]] = -torch.inf
     return out[None]
 
 
-def thought_enough(output: list[int], limit: ThinkingLimit) -> bool:
-    """Return whether the reasoning at the beginning of an answer is open and has as many tokens as it may have."""
-    thought, rest = limit.spent or 0, output
+def forced_end(output: Sequence[int], limit: ThinkingLimit) -> int | None:
+    """Return the token that must follow an answer, because its reasoning is open and as long as it may be."""
+    thought, rest, end = limit.spent or 0, tuple(output), limit.end
     if limit.spent is None:
-        if limit.begin not in output[: LEAD + 1]:
-            return False
-        rest = output[output.index(limit.begin) + 1 :]
-    return limit.end not in rest and thought + len(rest) >= limit.tokens
+        width = len(limit.begin)
+        opened = [at for at in range(LEAD + 1) if rest[at : at + width] == limit.begin]
+        if not opened:
+            return None
+        rest = rest[opened[0] + width :]
+    ended = any(rest[at : at + len(end)] == end for at in range(len(rest)))
+    if ended or thought + len(rest) < limit.tokens:
+        return None
+    return end[max(written for written in range(len(end)) if rest[len(rest) - written :] == end[:written])]
 
 
 def allowed_only(logits: torch.Tensor, matcher: Matcher) -> torch.Tensor:

@@ -15,16 +15,32 @@ from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt
 from tests.fakes.tiny_grammar import GRAMMARS, tiny_compiler
 from tests.fakes.tiny_model import VOCAB, reference
 
-BEGIN, END = 40, 33
+BEGIN, END = (40,), 33
+# One token, and several, of which the last are also the first.
+ENDS = (END,), (END, 7, END)
 RANDOM: dict[str, Any] = {"temperature": 1.3}
 
 
-def budget(tokens: int, spent: int | None = 0, begin: int = BEGIN, end: int = END) -> TokenRules:
+def budget(
+    tokens: int, spent: int | None = 0, begin: tuple[int, ...] = BEGIN, end: tuple[int, ...] = (END,)
+) -> TokenRules:
     return TokenRules(thinking=ThinkingLimit(tokens, begin, end, spent))
 
 
-def thinking(cluster: NodeCluster, length: int, tokens: int, max_tokens: int = 40, **more: Any) -> Call:
-    return cluster.submit(prompt_of(length), max_tokens, token_rules=budget(tokens), **more)
+def thinking(
+    cluster: NodeCluster,
+    length: int,
+    tokens: int,
+    max_tokens: int = 40,
+    end: tuple[int, ...] = (END,),
+    **more: Any,
+) -> Call:
+    return cluster.submit(prompt_of(length), max_tokens, token_rules=budget(tokens, end=end), **more)
+
+
+def index(call: Call, end: tuple[int, ...]) -> int:
+    """Return where the end of the reasoning begins in an answer."""
+    return next(at for at in range(len(call.ids)) if tuple(call.ids[at : at + len(end)]) == end)
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
@@ -32,25 +48,32 @@ def thinking(cluster: NodeCluster, length: int, tokens: int, max_tokens: int = 4
 def test_the_marker_follows_so_many_tokens(step: MakeStep, completion: type[Completion]) -> None:
     """From the first token on, which the prefill node draws; beside requests without a limit, and in one that ends."""
     with NodeCluster(Shape(step=step, completion=completion, max_running=8)) as cluster:
-        budgets = (0, 1, 2, 7, 30)
-        calls = [thinking(cluster, 9 + tokens, tokens) for tokens in budgets]
-        calls += [thinking(cluster, 9 + tokens, tokens, seed=5, **RANDOM) for tokens in budgets]
+        cases = [
+            *((tokens, ENDS[0]) for tokens in (0, 7)),
+            *((tokens, ENDS[1]) for tokens in (0, 1, 2, 7, 30)),
+        ]
+        calls = [thinking(cluster, 9 + tokens, tokens, end=end) for tokens, end in cases]
+        calls += [thinking(cluster, 9 + tokens, tokens, end=end, seed=5, **RANDOM) for tokens, end in cases]
         calls += [cluster.submit(prompt_of(9), 30), thinking(cluster, 9, 50, 20)]
         cluster.run()
         expect_reference(*calls)
-        for call, tokens in zip(calls, (*budgets, *budgets)):
-            assert END in call.ids[: tokens + 1]
-        assert any(call.ids.index(END) == 7 for call in calls), "not every model ends its reasoning itself"
+        for call, (tokens, end) in zip(calls, (*cases, *cases)):
+            assert index(call, end) <= tokens
+        for end in ENDS:
+            assert 7 in [index(call, end) for call, (_, other) in zip(calls, cases) if other == end], (
+                "not every model ends its reasoning itself"
+            )
         cluster.settle()
 
 
-def test_reasoning_that_ends_by_itself_is_not_changed() -> None:
-    """`END` is a token that the model says anyway, and `BEGIN` one with which its answer begins."""
+@pytest.mark.parametrize("width", [1, 3])
+def test_reasoning_that_ends_by_itself_is_not_changed(width: int) -> None:
+    """The end is what the model says anyway, and the begin what its answer begins with."""
     with NodeCluster(Shape()) as cluster:
         free = cluster.submit(prompt_of(9), 40)
         cluster.run()
-        begin, end = free.ids[0], free.ids[12]
-        inside = free.ids.index(end) - free.ids.index(begin) - 1
+        begin, end = tuple(free.ids[:width]), tuple(free.ids[12 : 12 + width])
+        inside = index(free, end) - width
         assert begin != end
         calls = [
             cluster.submit(prompt_of(9), 40, token_rules=budget(tokens, None, begin, end))
@@ -60,7 +83,7 @@ def test_reasoning_that_ends_by_itself_is_not_changed() -> None:
         expect_reference(free, *calls)
         assert calls[0].ids == calls[1].ids == free.ids
         assert calls[2].ids != free.ids
-        assert calls[2].ids[: inside + 1] == [*free.ids[:inside], end]
+        assert calls[2].ids[: inside + 2 * width - 1] == [*free.ids[: inside + width - 1], *end]
         cluster.settle()
 
 
@@ -83,14 +106,14 @@ def test_only_the_step_that_needs_a_mask_leaves_the_graph(completion: type[Compl
 def test_beside_grammars_and_other_rules() -> None:
     """The grammar allows any text, so that the marker fits everywhere."""
     with NodeCluster(Shape(grammars=tiny_compiler(), max_running=6)) as cluster:
-        rules = TokenRules(tuple(range(1, VOCAB, 2)), ((5,), (7, 9)), ThinkingLimit(6, BEGIN, END, 0))
+        rules = TokenRules(tuple(range(1, VOCAB, 2)), ((5,), (7, 9)), ThinkingLimit(6, BEGIN, ENDS[1], 0))
         calls = [cluster.submit(prompt_of(9), 40, token_rules=rules)]
         calls.append(cluster.submit(prompt_of(9), 40, token_rules=rules, seed=3, **RANDOM))
         calls.append(cluster.submit(prompt_of(12), 40, grammar=GRAMMARS["record"]))
         calls.append(thinking(cluster, 12, 9, min_tokens=30, stop_token_ids=(3, 4), logprobs=2))
         cluster.run()
         expect_reference(*calls)
-        assert END in calls[0].ids
+        assert index(calls[0], ENDS[1]) <= 6
         cluster.settle()
 
 
@@ -101,8 +124,8 @@ def test_retracted_requests_keep_their_count(step: MakeStep, completion: type[Co
         page_size=4, decode_pool=96, reserved_tokens=4, completion=completion, max_running=4, step=step
     )
     with NodeCluster(shape) as cluster:
-        calls = [thinking(cluster, 10 + n, 20 + n, seed=n, **SAMPLED) for n in range(3)]
-        calls += [thinking(cluster, 11 + n, 18 + 3 * n) for n in range(2)]
+        calls = [thinking(cluster, 10 + n, 20 + n, end=ENDS[n % 2], seed=n, **SAMPLED) for n in range(3)]
+        calls += [thinking(cluster, 11 + n, 18 + 3 * n, end=ENDS[n]) for n in range(2)]
         calls.append(cluster.submit(prompt_of(12), 40))
         cluster.run()
         expect_reference(*calls)
@@ -111,16 +134,17 @@ def test_retracted_requests_keep_their_count(step: MakeStep, completion: type[Co
 
 
 @pytest.mark.parametrize("step", [autoregressive, with_forced_tokens])
-@pytest.mark.parametrize("said", [1, 7, 8, 9, 12])
+@pytest.mark.parametrize("said", [1, 7, 8, 9, 10, 12])
 def test_another_node_goes_on_counting(step: MakeStep, said: int) -> None:
     """The lost node's tokens are at the end of the new prompt; the eighth of reasoning is the last one."""
+    end = ENDS[said > 1]
     with NodeCluster(Shape(page_size=4, decodes=2, step=step)) as cluster:
-        call = thinking(cluster, 17, 8, seed=5, **RANDOM)
+        call = thinking(cluster, 17, 8, end=end, seed=5, **RANDOM)
         cluster.run(until=lambda: len(call.output) >= said)
         lose_decode(cluster, call)
         assert call.base >= said
         whole = reference(tuple(call.prompt), call.sampling)[0]
-        assert whole.index(END) == 8
+        assert tuple(whole[8 : 8 + len(end)]) == end
 
 
 def test_tokens_of_the_prompt_count() -> None:

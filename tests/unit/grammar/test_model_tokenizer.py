@@ -12,6 +12,8 @@ from llguidance import LLMatcher
 from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
 from common.grammar.model_tokenizer import compiler_for
+from common.grammar.token_marker import by_id
+from router.tokens.tokenizer import Tokenizer
 
 MODEL = Path("deploy/tiny_models/tiny-target")
 
@@ -21,6 +23,18 @@ def test_the_compiler_has_the_width_of_the_logits() -> None:
     compiler = compiler_for(MODEL, config)
     assert compiler.vocab_size == config.vocab_size
     assert compiler.tokenize("yes") == compiler.tokenize("yes") != []
+
+
+@pytest.mark.parametrize("name", ["tiny-target", "tiny-tools"])
+def test_routers_and_nodes_agree_about_the_bytes_of_tokens(name: str) -> None:
+    path = MODEL.parent / name
+    compiler, tokenizer = compiler_for(path, ModelConfig.load(path)), Tokenizer(path)
+    tokens = range(compiler.vocab_size)
+    differ = [token for token in tokens if compiler.symbols_of(token) != tokenizer.symbols_of(token)]
+    assert [tokenizer.token_bytes(token) for token in differ] == [b"\xff"], "a byte that no text has"
+    special = {token for token in tokens if compiler.symbols_of(token) == by_id(token)}
+    assert special - {*differ} == {*tokenizer.markers_in((path / "tokenizer.json").read_text()).values()}
+    assert compiler.symbols_of(compiler.vocab_size) == by_id(compiler.vocab_size)
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

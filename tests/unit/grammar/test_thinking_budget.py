@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,15 +13,18 @@ from common.grammar import mask_width
 from common.grammar.thinking_budget import LEAD, NEVER
 from common.grammar.token_rules import RuleFollower
 from common.messages.generation import ThinkingLimit, TokenRules
-from tests.fakes.tiny_grammar import GRAMMARS, VOCAB, matcher
+from tests.fakes.tiny_grammar import GRAMMARS, TOKENS, VOCAB, decoded, matcher, tiny_compiler
 
 BEGIN, END, WORD = 40, 33, 7  # of 64 tokens
+LONG = (END, WORD, END)  # a marker of several tokens
 EVERYTHING = set(range(VOCAB))
 
 
-def follower(tokens: int, spent: int | None = None, said: Sequence[int] = ()) -> RuleFollower:
+def follower(
+    tokens: int, spent: int | None = None, said: Sequence[int] = (), end: tuple[int, ...] = (END,)
+) -> RuleFollower:
     """Return the follower of an answer under a limit of `tokens` that has said `said`."""
-    made = RuleFollower(TokenRules(thinking=ThinkingLimit(tokens, BEGIN, END, spent)), None, VOCAB)
+    made = RuleFollower(TokenRules(thinking=ThinkingLimit(tokens, (BEGIN,), end, spent)), None, VOCAB)
     assert made.accept(said)
     return made
 
@@ -70,6 +74,82 @@ def test_only_the_marker_follows_as_many_tokens_as_the_limit_allows(
     assert not followed.stopped
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said", "forced"),
+    [
+        (0, [], LONG),
+        (0, [END], LONG[1:]),
+        (0, [END, WORD], LONG[2:]),
+        (0, LONG, ()),
+        (2, [WORD], ()),
+        (2, [WORD, WORD], LONG),
+        (2, [WORD, END], LONG[1:]),
+        (2, [END, WORD], LONG[2:]),
+        (2, [END, END], LONG[1:]),
+        (2, [*LONG, WORD, WORD], ()),
+        (4, [END, WORD, WORD], ()),
+        (4, [END, WORD, WORD, END], LONG[1:]),
+        (4, [END, WORD, WORD, WORD], LONG),
+    ],
+)
+def test_a_marker_of_several_tokens_is_completed(
+    tokens: int, said: Sequence[int], forced: Sequence[int]
+) -> None:
+    """What the model has written of it is not written again, and tokens of it count until it is complete."""
+    followed = follower(tokens, 0, said, LONG)
+    assert followed.forced(9) == [*forced]
+    assert followed.forced(1) == [*forced[:1]]
+    for token in forced:
+        assert next_tokens(followed) == {token}
+        assert followed.accept([token])
+    assert next_tokens(followed) == EVERYTHING
+    assert (followed.unmasked == NEVER) is (bool(forced) or tuple(said[:3]) == LONG)
+
+
+@pytest.mark.parametrize("before", range(LEAD + 2))
+def test_a_beginning_of_several_tokens(before: int) -> None:
+    rules = TokenRules(thinking=ThinkingLimit(1, LONG, LONG))
+    followed = RuleFollower(rules, None, VOCAB)
+    assert followed.accept([WORD] * before + [*LONG])
+    assert followed.unmasked == (1 if before <= LEAD else NEVER)
+
+
+@pytest.mark.parametrize("marker", ["aname", "namna", 'e"'])
+def test_markers_are_found_in_the_text_however_it_is_split(marker: str) -> None:
+    """Random tokens write the markers, or parts of them, in ways in which the tokenizer does not."""
+    compiler, rng, ways = tiny_compiler(), random.Random(4), set[tuple[int, ...]]()
+    end = tuple(compiler.tokenize(marker))
+    pieces = [
+        at for at, piece in enumerate(TOKENS) if piece in ("a", "n", "m", "e", "na", "nam", "name", '":', '"')
+    ]
+    for _ in range(600):
+        budget = rng.randint(0, 9)
+        rules = TokenRules(thinking=ThinkingLimit(budget, end, end, 0))
+        followed, said = RuleFollower(rules, None, VOCAB, compiler.symbols_of), list[int]()
+        while marker not in decoded(said):
+            assert followed.unmasked == max(budget - len(said), 0)
+            forced = followed.forced(9)
+            assert bool(forced) is (len(said) >= budget)
+            said.append(forced[0] if forced else rng.choice(pieces))
+            assert next_tokens(followed) == ({said[-1]} if forced else EVERYTHING)
+            assert followed.accept(said[-1:])
+        assert followed.unmasked == NEVER
+        assert len(said) <= budget + len(end)
+        assert marker not in decoded(said[:-1])
+        ways.add(tuple(said[-len(end) :]))
+    assert len(ways) > 2, "the marker was written in several ways"
+
+
+def test_reasoning_may_begin_and_end_within_a_token() -> None:
+    compiler, tokens = tiny_compiler(), TOKENS.index
+    rules = TokenRules(thinking=ThinkingLimit(3, (tokens('"'),), (tokens(":"), tokens("a"))))
+    followed = RuleFollower(rules, None, VOCAB, compiler.symbols_of)
+    assert followed.accept([tokens('":'), tokens("b")])
+    assert followed.unmasked == 2
+    assert followed.accept([tokens('":'), tokens("al")])
+    assert followed.unmasked == NEVER
+
+
 def test_without_a_mask_no_token_is_forbidden_whatever_is_drawn() -> None:
     """From every beginning, `unmasked` is the least number of tokens after which the marker is forced."""
     for spent in (0, None):
@@ -100,7 +180,7 @@ def test_each_node_of_a_tree_has_the_place_of_its_path() -> None:
 
 
 def test_rules_and_grammars_need_masks_all_the_time() -> None:
-    limit = ThinkingLimit(3, BEGIN, END, 0)
+    limit = ThinkingLimit(3, (BEGIN,), (END,), 0)
     assert RuleFollower(TokenRules((END, WORD), thinking=limit), None, VOCAB).unmasked == 0
     assert RuleFollower(TokenRules((), ((WORD,),), limit), None, VOCAB).unmasked == 0
     grammar = matcher(GRAMMARS["words"])
@@ -110,7 +190,7 @@ def test_rules_and_grammars_need_masks_all_the_time() -> None:
 
 
 def test_the_limit_is_named_if_the_marker_may_not_follow() -> None:
-    rules = TokenRules((WORD,), thinking=ThinkingLimit(1, BEGIN, END, 0))
+    rules = TokenRules((WORD,), thinking=ThinkingLimit(1, (BEGIN,), (END,), 0))
     followed = RuleFollower(rules, None, VOCAB)
     assert next_tokens(followed) == {WORD}
     assert followed.accept([WORD])

@@ -15,11 +15,14 @@ from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.unit.speculative.test_sampling_parameters import DRAFTERS, expect_accepted, shape_of
 
-BEGIN, END = 40, 33
+BEGIN, END = (40,), 33
+ENDS = (END,), (END, 7, END)
 
 
-def thinking(cluster: NodeCluster, length: int, tokens: int, **more: Any) -> Call:
-    rules = TokenRules(thinking=ThinkingLimit(tokens, BEGIN, END, 0))
+def thinking(
+    cluster: NodeCluster, length: int, tokens: int, end: tuple[int, ...] = (END,), **more: Any
+) -> Call:
+    rules = TokenRules(thinking=ThinkingLimit(tokens, BEGIN, end, 0))
     return cluster.submit(prompt_of(length), 40, token_rules=rules, **more)
 
 
@@ -29,13 +32,14 @@ def thinking(cluster: NodeCluster, length: int, tokens: int, **more: Any) -> Cal
 def test_the_border_may_be_anywhere_in_a_round(drafter: str, completion: type[Completion]) -> None:
     """Budgets of one token after the other end at every place of a chain or a tree."""
     with NodeCluster(shape_of(drafter, completion=completion, max_running=8, page_size=4)) as cluster:
-        calls = [thinking(cluster, 9, tokens) for tokens in range(8)]
-        calls += [thinking(cluster, 17, 12 + tokens, seed=tokens, temperature=1.3) for tokens in range(6)]
+        calls = [thinking(cluster, 9, tokens, ENDS[1]) for tokens in range(8)]
+        calls += [thinking(cluster, 9, tokens, ENDS[0]) for tokens in range(0, 8, 3)]
+        calls += [thinking(cluster, 17, 12 + n, ENDS[n % 2], seed=n, temperature=1.3) for n in range(6)]
         calls.append(thinking(cluster, 12, 14, seed=6, logprobs=2, **SAMPLED))
         calls += [cluster.submit(prompt_of(9), 30), cluster.submit(prompt_of(9), 30, seed=3, **SAMPLED)]
         cluster.run()
         expect_reference(*calls)
-        assert all(END in call.ids for call in calls[:14])
+        assert all(END in call.ids for call in calls[:17])
         expect_accepted(cluster, 1.01)
         cluster.settle()
 
@@ -44,7 +48,7 @@ def test_the_border_may_be_anywhere_in_a_round(drafter: str, completion: type[Co
 def test_the_forced_marker_is_a_draft(drafter: str) -> None:
     model, made = DRAFTERS[drafter][0]
     with NodeCluster(Shape(draft=model, step=forcing(made), page_size=4)) as cluster:
-        calls = [thinking(cluster, 9 + tokens, 4 + tokens) for tokens in range(3)]
+        calls = [thinking(cluster, 9 + tokens, 4 + tokens, end) for tokens, end in zip(range(4), ENDS * 2)]
         calls.append(cluster.submit(prompt_of(9), 30))
         cluster.run()
         expect_reference(*calls)

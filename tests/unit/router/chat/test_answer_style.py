@@ -132,6 +132,42 @@ def test_what_the_cluster_file_says(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert found.kept == {tokenizer.token_to_id("<|user|>")}
 
 
+def test_the_tokens_of_the_markers_around_reasoning(tmp_path: Path) -> None:
+    """They are special tokens, or the tokens of a text, which prompts may write in other tokens."""
+    tools = Tokenizer(TINY.parent / "tiny-tools")
+    chat = "  response_template: qwen3\n"
+    found = style(tmp_path, tools, chat).think_markers
+    assert found is not None
+    assert [marker.tokens for marker in found] == [(7,), (8,)]
+    assert found[0].tokens_since(tools.encode("Hm</think><think>I think", False)) == len(
+        tools.encode("I think", False)
+    )
+    spelled = {"open": "<thought>", "close": "</thought>", "content": "text"}
+    template = STEPS | {"fields": {"reasoning": spelled, "content": {"content": "text"}}}
+    (tmp_path / "steps.json").write_text(json.dumps(template))
+    written = style(tmp_path, tools, "  response_template: steps.json\n")
+    assert written.think_markers is not None
+    begin, end = written.think_markers
+    assert [tools.decode(marker.tokens, False) for marker in (begin, end)] == ["<thought>", "</thought>"]
+    assert len(end.tokens) > 1
+    canonical, other = (
+        tools.encode("<thought>", False),
+        [tools.encode(each, False)[0] for each in "<thought>"],
+    )
+    assert list(begin.tokens) == canonical != other
+    for opened in (canonical, other):
+        for rest in ("", "\n", "Hm</thought>", "<thought"):
+            after = tools.encode(rest, False)
+            assert begin.tokens_since([*opened, *tools.encode("Hm", False), *opened, *after]) == len(after)
+    assert end.tokens_since(tools.encode("</thoughts>", False)) is None
+    for pattern in ("open_pattern", "close_pattern"):
+        replaced = {**spelled, pattern: "</?th[a-z]*>"}
+        del replaced[pattern.removesuffix("_pattern")]
+        fields = {"reasoning": replaced, "content": {"content": "text"}}
+        (tmp_path / "steps.json").write_text(json.dumps(STEPS | {"fields": fields}))
+        assert style(tmp_path, tools, "  response_template: steps.json\n").think_markers is None
+
+
 @pytest.mark.parametrize(
     ("prefix", "expected"),
     [

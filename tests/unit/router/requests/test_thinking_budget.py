@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.grammar.token_marker import TokenMarker
 from common.messages.generation import ThinkingLimit
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.chat.call_formats import CALL_FORMATS
@@ -28,8 +29,13 @@ BODIES: dict[str, dict[str, Any]] = {
 # Tokens of the tiny model stand for the markers, which it lacks.
 BEGIN, END = 600, 601
 STYLE = AnswerStyle(
-    template_of("qwen3"), special={"<think>": BEGIN, "</think>": END}, calls=CALL_FORMATS["qwen3"]
+    template_of("qwen3"),
+    special={"<think>": BEGIN, "</think>": END},
+    calls=CALL_FORMATS["qwen3"],
+    think_markers=(TokenMarker([BEGIN]), TokenMarker([END])),
 )
+# Markers of several tokens.
+LONG = replace(STYLE, special={}, think_markers=(TokenMarker([BEGIN, 8]), TokenMarker([END, BEGIN, 8, END])))
 SCHEMA = {"type": "json_object"}
 
 
@@ -75,7 +81,7 @@ async def test_the_nodes_get_the_limit_and_the_markers(
     async with rig.session.post(rig.url + path, json=BODIES[path] | fields) as response:
         assert response.status == 200, await response.text()
         await response.read()
-    assert limit(rig) == (None if tokens is None else ThinkingLimit(tokens, BEGIN, END))
+    assert limit(rig) == (None if tokens is None else ThinkingLimit(tokens, (BEGIN,), (END,)))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +105,30 @@ async def test_the_prompt_may_open_the_reasoning(prompt: list[int], spent: int |
     assert rules is not None
     assert other is not None
     if prompt != [5]:
-        assert rules.thinking == ThinkingLimit(7, BEGIN, END, spent)
-    assert other.thinking == ThinkingLimit(7, BEGIN, END)
+        assert rules.thinking == ThinkingLimit(7, (BEGIN,), (END,), spent)
+    assert other.thinking == ThinkingLimit(7, (BEGIN,), (END,))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spent"),
+    [
+        ([5, BEGIN, 8], 0),
+        ([5, BEGIN, 8, 6, 7], 2),
+        ([5, BEGIN, 8, 6, END, BEGIN], 3),
+        ([BEGIN, 8, END, BEGIN, 8], 0),
+        ([BEGIN, 8, END, BEGIN, 8, END], None),
+        ([BEGIN, 5, 8], None),
+        ([8], None),
+    ],
+)
+async def test_markers_of_several_tokens_in_the_prompt(
+    prompt: list[int], spent: int | None, serve: Serve
+) -> None:
+    rig = await serve(served=replace(SERVED, answers=LONG))
+    rig.generator.will(*one_by_one([331]))
+    status, answer, _ = await rig.post(TEXT, {"prompt": prompt, "thinking_token_budget": 7})
+    assert status == 200, answer
+    assert limit(rig) == ThinkingLimit(7, (BEGIN, 8), (END, BEGIN, 8, END), spent)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +168,19 @@ async def test_what_cannot_be_met_is_refused(path: str, fields: dict[str, Any], 
         assert answer["error"]["param"] == param
 
 
-async def test_the_marker_must_not_be_a_bad_word(serve: Serve, tokenizer: Tokenizer) -> None:
+async def test_no_token_of_the_marker_may_be_forbidden(serve: Serve, tokenizer: Tokenizer) -> None:
     [word] = tokenizer.encode("t", False)
-    style = replace(STYLE, special={"<think>": BEGIN, "</think>": word})
+    style = replace(STYLE, think_markers=(TokenMarker([BEGIN]), TokenMarker([END, word, END])))
     rig = await serve(served=replace(SERVED, answers=style))
     body = BODIES[TEXT] | {"thinking_token_budget": 7, "bad_words": ["t"]}
     status, answer, _ = await rig.post(TEXT, body)
     assert (status, answer["error"]["param"]) == (400, "bad_words")
-    assert f"token {word}, which ends the reasoning" in answer["error"]["message"]
+    assert f"its token ids: {END}, {word}, {END}" in answer["error"]["message"]
+    body = BODIES[TEXT] | {"thinking_token_budget": 7, "allowed_token_ids": [word]}
+    status, answer, _ = await rig.post(TEXT, body)
+    assert (status, answer["error"]["param"]) == (400, "allowed_token_ids")
+    rig.generator.will(*one_by_one([331]))
+    assert (await rig.post(TEXT, body | {"allowed_token_ids": [word, END]}))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -155,7 +188,7 @@ async def test_the_marker_must_not_be_a_bad_word(serve: Serve, tokenizer: Tokeni
     [
         (PLAIN, "no response template with reasoning"),
         (AnswerStyle(template_of("qwen2_5")), "no response template with reasoning"),
-        (AnswerStyle(template_of("qwen3")), "not single tokens"),
+        (AnswerStyle(template_of("qwen3")), "not fixed texts"),
     ],
 )
 async def test_a_model_whose_reasoning_cannot_be_ended(style: AnswerStyle, said: str, serve: Serve) -> None:

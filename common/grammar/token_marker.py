@@ -1,0 +1,86 @@
+"""Recognises a marker in a text, however the text is split into tokens, and names the tokens that write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+# The bytes of a token, or one negative number for a token that stands for no text.
+Symbols = Sequence[int]
+SymbolsOf = Callable[[int], Symbols]
+
+
+def by_id(token: int) -> Symbols:
+    """Return the symbol of a token that is told from others only by its id."""
+    return (~token,)
+
+
+class TokenMarker:
+    """Recognises one marker. It keeps no state: a place in it is a number of its symbols with which a text ends.
+
+    A model may write a marker in other tokens than the tokenizer does: its last character may be in one token with the
+    newline that follows.
+    """
+
+    def __init__(self, tokens: Sequence[int], symbols_of: SymbolsOf = by_id) -> None:
+        """`tokens`: those in which the tokenizer writes it, at least one. `symbols_of` returns at least one of each."""
+        self.tokens = tuple(tokens)
+        self._symbols_of = symbols_of
+        spelled = [symbols_of(token) for token in tokens]
+        self._symbols = tuple(symbol for each in spelled for symbol in each)
+        self._back = _borders(self._symbols)
+        # The number of symbols of the first n tokens -> n.
+        self._tokens_of = {count: n for n, count in enumerate(accumulate(map(len, spelled), initial=0))}
+
+    @property
+    def complete(self) -> int:
+        """The place after the marker."""
+        return len(self._symbols)
+
+    def after(self, place: int, symbols: Symbols) -> tuple[int, Symbols]:
+        """Return the place after further symbols of the text, and those that follow the first complete marker."""
+        for index, symbol in enumerate(symbols):
+            while place and self._symbols[place] != symbol:
+                place = self._back[place]
+            place += self._symbols[place] == symbol
+            if place == self.complete:
+                return place, symbols[index + 1 :]
+        return place, ()
+
+    def rest(self, place: int) -> tuple[int, ...]:
+        """Return the tokens that complete the marker at a place.
+
+        Where none of its tokens ends, the text ends with part of a token: what is written then begins further back, if
+        need be with the whole marker.
+        """
+        while place not in self._tokens_of:
+            place = self._back[place]
+        return self.tokens[self._tokens_of[place] :]
+
+    def tokens_since(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens that follow the last marker in a text; None without a marker."""
+        last = self._symbols[-1]
+        ends = {token for token in set(tokens) if last in tuple(self._symbols_of(token))}
+        for count, token in enumerate(reversed(tokens)):
+            end = len(tokens) - count
+            if token in ends and self._ends(tokens[max(end - self.complete, 0) : end]):
+                return count
+        return None
+
+    def _ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of some tokens completes a marker."""
+        place = 0
+        for token in tokens:
+            place, _ = self.after(0 if place == self.complete else place, self._symbols_of(token))
+        return place == self.complete
+
+
+def _borders(symbols: Sequence[int]) -> list[int]:
+    """Return for each n the longest part, shorter than n, with which the first n symbols both begin and end."""
+    borders = [0, 0]
+    for symbol in symbols[1:]:
+        border = borders[-1]
+        while border and symbols[border] != symbol:
+            border = borders[border]
+        borders.append(border + (symbols[border] == symbol))
+    return borders
