@@ -121,14 +121,5 @@ class ChatAnswer:
         if thought is Thought.NONE or think is None:
             return asked
         begin, end = think
-        special = self._style.special
-        optional = thought is Thought.POSSIBLE
-        return replace(
-            asked,
-            after=End(
-                end,
-                special.get(end),
-                begin=begin if optional else None,
-                begin_token=special.get(begin) if optional else None,
-            ),
-        )
+        special = {text: token for text, token in self._style.special.items() if text in f"{begin}{end}"}
+        return replace(asked, after=End(end, begin if thought is Thought.POSSIBLE else None, special))

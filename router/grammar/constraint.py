@@ -42,10 +42,9 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     """The end of free text that precedes the constrained part, for example of reasoning."""
 
     text: str
-    token: int | None = None  # if `text` is a special token: its id
     # The marker with which the free text begins, if there may be none; None: there always is free text.
     begin: str | None = None
-    begin_token: int | None = None  # if `begin` is a special token: its id
+    special: dict[str, int] = {}  # ids of the special tokens in these texts
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):

@@ -115,8 +115,7 @@ def _closed(value: Any) -> Any:
 
 def _after(end: End, grammar: str) -> str:
     """Return a grammar of free text up to `end`, then `grammar`."""
-    ids = {end.text: end.token, end.begin: end.begin_token}
-    lark = LarkWriter({text: token for text, token in ids.items() if text is not None and token is not None})
+    lark = LarkWriter(end.special)
     start = lark.finished(f"{lark.reasoning(end.text, end.begin)} @{ANSWER}").text
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return _dumps({"grammars": [{"lark_grammar": start}, {**parts[0], "name": ANSWER}, *parts[1:]]})

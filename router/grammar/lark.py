@@ -46,11 +46,12 @@ class LarkWriter:
 
     def until(self, end: str, rule: str) -> str:
         """Return what matches any text up to and including `end`; `rule` is the name of a rule that this may need."""
-        special = self._special.get(end)
-        if special is not None:
-            return f"{ANY_TEXT} <[{special}]>"
-        self.rules.append(f"{rule}[suffix={quoted(end)}]: {ANY_TEXT}")
-        return rule
+        special = self.special_tokens.search(end)
+        plain = end if special is None else end[: special.start()]
+        if not plain:
+            return sequence(ANY_TEXT, self.literal(end))
+        self.rules.append(f"{rule}[suffix={quoted(plain)}]: {ANY_TEXT}")
+        return sequence(rule, self.literal(end[len(plain) :]))
 
     def reasoning(self, end: str, begin: str | None) -> str:
         """Return what matches reasoning up to its marker `end`, and the blanks that models write after it.

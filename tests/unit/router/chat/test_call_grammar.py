@@ -275,12 +275,20 @@ def test_markers_that_are_tokens_but_not_special_are_forced_by_their_ids() -> No
     compiler = GrammarCompiler(tokenizer.json(), tokenizer.vocab_size, [EOS])
     markers = tokenizer.markers_in("".join((*THINK, "<tool_call></tool_call>")))
     assert len(markers) == 4
+    tagged = CallGrammars(CALL_FORMATS["qwen3_5"], None, markers).triggered(
+        [STRICT, CLOCK], frozenset({"weather"}), Thought.NONE
+    )
+    assert tagged is not None
     made = CallGrammars(CALL_FORMATS["qwen3"], THINK, markers)
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
     def taken(grammar: Lark, text: str) -> bool:
         return accepts_tokens(compiler, grammar, tokenizer.encode(text, add_special_tokens=False))
 
+    assert taken(
+        tagged, "<tool_call>\n<function=clock>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert not taken(tagged, "<tool_call>\n<function=clock>\n</tool_call>")
     for thought, before in (
         (Thought.NONE, ""),
         (Thought.POSSIBLE, "<think>\nA clock.\n</think>\n\n"),

@@ -218,9 +218,26 @@ def test_free_text_may_come_first(form: Form) -> None:
     assert _accepts(text, "</think>" + answer)
     assert not _accepts(text, answer)
     assert not _accepts(text, "</think>?" + answer)
-    special = grammar_text(Constraint("f", form, after=End("<pad>", token=1)))
+    special = grammar_text(Constraint("f", form, after=End("<pad>", special={"<pad>": 1})))
     assert _accepts(special, "I think </think>", 1, answer)
     assert not _accepts(special, "I think </think>" + answer)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_markers_may_be_text_and_special_tokens(begun: bool) -> None:
+    after = End("so<pad>end", None if begun else "<pad>think", {"<pad>": 1})
+    text = grammar_text(Constraint("f", Regex("a+"), after=after))
+    before = [] if begun else [1, *COMPILER.tokenize("think")]
+
+    def accepted(thought: str, rest: str) -> bool:
+        tokens = [*before, *COMPILER.tokenize(thought), 1, *COMPILER.tokenize(rest), *EOS]
+        return COMPILER.matcher(text).accept(tokens)
+
+    assert accepted("and so", "end aa")
+    assert accepted("so", "endaa")
+    assert not accepted("and so", "aa")
+    assert not accepted("and", "end aa")
+    assert _accepts(text, "aa") is not begun
 
 
 def test_lark_may_refer_to_schemas() -> None:
