@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from common.errors import InvalidRequest
 from common.messages.generation import ThinkingLimit
 from router.answers.assistant_format import AnswerHead, AssistantFormat, Shown
@@ -13,10 +11,9 @@ from router.answers.openai_responses import ChatFormat
 from router.chat.answer_parser import AnswerParser
 from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import Thought
-from router.grammar.constraint import Constraint, End, JsonSchema
+from router.grammar.constraint import Constraint, JsonSchema
 from router.requests.chat_rules import ChatRules
 from router.requests.openai_schema import Message
-from router.requests.thinking_budget import refuse_constrained
 from router.tokens.tokenizer import Tokenizer
 
 
@@ -39,7 +36,7 @@ class ChatAnswer:
         self._style = style
         self._prompt = prompt
         self._prefix = ""
-        if rules.parsed or rules.reasoning.budget is not None:
+        if rules.parsed or rules.reasoning.expected:
             self._prefix = style.prefix(prompt, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
 
     @property
@@ -72,20 +69,15 @@ class ChatAnswer:
         # What may not compile is the schema of a tool.
         return Constraint("tools", grammar)
 
-    def thinking_limit(self, grammar: str) -> ThinkingLimit | None:
-        """Return the limit of reasoning tokens; None without one, or if the prompt is past the reasoning.
-
-        `grammar` constrains the answer. Raises InvalidRequest if it leaves no room for reasoning.
-        """
+    def thinking_limit(self) -> ThinkingLimit | None:
+        """Return the limit of reasoning tokens; None without one, or if the prompt is past the reasoning."""
         budget = self._rules.reasoning.budget
         if budget is None:
             return None
         thought = self._style.thought(self._prefix)
         if thought is Thought.NONE:
             return None
-        if not self._rules.reasoning.separated:
-            refuse_constrained(budget, grammar)
-        return self._style.thinking_limit(budget.tokens, self._prompt, thought is Thought.OPEN)
+        return self._style.thinking_limit(budget.tokens, self._prompt, thought)
 
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
         """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""
@@ -115,11 +107,7 @@ class ChatAnswer:
 
     def _after_reasoning(self, asked: Constraint) -> Constraint:
         """Constrain what follows the model's reasoning."""
-        think, thought = self._style.think, Thought.NONE
-        if self._rules.parsed and think is not None:
-            thought = self._style.thought(self._prefix)
-        if thought is Thought.NONE or think is None:
-            return asked
-        begin, end = think
-        special = {text: token for text, token in self._style.special.items() if text in f"{begin}{end}"}
-        return replace(asked, after=End(end, begin if thought is Thought.POSSIBLE else None, special))
+        reasons = self._rules.parsed or self._rules.reasoning.expected
+        return self._style.after_reasoning(
+            asked, self._style.thought(self._prefix) if reasons else Thought.NONE
+        )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
@@ -21,6 +23,7 @@ from router.chat.call_formats import CallFormat
 from router.chat.call_grammar import Thought
 from router.chat.families import BY_NAME, ChatFamily, family_of
 from router.chat.response_template import REASONING, ResponseTemplate, compile_template
+from router.grammar.constraint import Constraint, End
 
 AUTO, NONE = "auto", "none"
 # tokens at the end of a prompt in which the beginning of the answer's message is searched
@@ -64,18 +67,27 @@ class AnswerStyle:
                 return None if begin is None or end is None else (begin, end)
         return None
 
-    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Return whether the last marker in a prompt opens reasoning."""
-        assert self.think_markers is not None
-        opened, closed = (marker.tokens_since(prompt) for marker in self.think_markers)
-        return opened is not None and (closed is None or opened < closed)
-
-    def thinking_limit(self, tokens: int, prompt: Sequence[int], opened: bool) -> ThinkingLimit:
-        """Return a limit of reasoning tokens. `opened`: the prompt opens the reasoning, and has some of its tokens."""
+    def thinking_limit(self, tokens: int, prompt: Sequence[int], thought: Thought) -> ThinkingLimit:
+        """Return a limit of reasoning tokens, of which the prompt may have some."""
         assert self.think_markers is not None
         begin, end = self.think_markers
-        spent = (begin.tokens_since(prompt) or 0) if opened else None
+        spent = (begin.tokens_since(prompt) or 0) if thought is Thought.OPEN else None
         return ThinkingLimit(tokens, begin.tokens, end.tokens, spent)
+
+    def after_reasoning(self, asked: Constraint, thought: Thought) -> Constraint:
+        """Return the constraint that asks the same of what follows the reasoning."""
+        if thought is Thought.NONE or self.think is None:
+            return asked
+        begin, end = self.think
+        special = {text: token for text, token in self.special.items() if text in f"{begin}{end}"}
+        return replace(asked, after=End(end, begin if thought is Thought.POSSIBLE else None, special))
+
+    def thought_of(self, prompt: Sequence[int]) -> Thought:
+        """Return where the answer to a prompt that is no chat begins: inside reasoning if the last marker opens it."""
+        assert self.think_markers is not None
+        opened, closed = (marker.tokens_since(prompt) for marker in self.think_markers)
+        is_open = opened is not None and (closed is None or opened < closed)
+        return Thought.OPEN if is_open else Thought.POSSIBLE
 
     def thought(self, prefix: str) -> Thought:
         """Return where the answer's message is after `prefix`."""

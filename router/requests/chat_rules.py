@@ -34,6 +34,11 @@ class ReasoningRules:
     streamed: bool  # a stream shows reasoning while it is generated
     budget: Budget | None = None  # of its tokens
 
+    @property
+    def expected(self) -> bool:
+        """True if a constraint of the answer leaves room for reasoning."""
+        return self.separated or self.budget is not None
+
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
@@ -85,7 +90,7 @@ class ChatRules:
 
     def _grammars(self, style: AnswerStyle) -> CallGrammars:
         assert style.calls is not None
-        return CallGrammars(style.calls, style.think if self.reasoning.separated else None, style.special)
+        return CallGrammars(style.calls, style.think if self.reasoning.expected else None, style.special)
 
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from common.errors import InvalidRequest
 from common.messages.generation import ThinkingLimit, TokenRules
 from router.chat.answer_style import AnswerStyle
+from router.grammar.constraint import Constraint
 from router.requests.openai_schema import ChatRequest, SharedFields, TokenIds
 
 NO_LIMIT = -1  # as in vLLM
@@ -45,28 +46,18 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
     return min(budgets, default=None)
 
 
-def completion_limit(
-    request: SharedFields, style: AnswerStyle, prompt: TokenIds, grammar: str
-) -> ThinkingLimit | None:
-    """Return the limit of the answer to a prompt that is no chat; None without one. Raises InvalidRequest.
+def limit_reasoning(
+    budget: Budget | None, asked: Constraint | None, style: AnswerStyle, prompt: TokenIds
+) -> tuple[Constraint | None, ThinkingLimit | None]:
+    """Return the constraint and the limit of the answer to a prompt that is no chat.
 
-    The prompt opens the reasoning if its last marker does.
+    With a limit the answer may begin with reasoning, and `asked` constrains what follows it.
     """
-    budget = asked_budget(request, style)
     if budget is None:
-        return None
-    refuse_constrained(budget, grammar)
-    return style.thinking_limit(budget.tokens, prompt, style.opens_reasoning(prompt))
-
-
-def refuse_constrained(budget: Budget, grammar: str) -> None:
-    """Raise InvalidRequest if there is a grammar, for answers that it constrains from their first token on."""
-    if grammar:
-        raise InvalidRequest(
-            f"{budget.field} cannot be combined with structured output here, which leaves no room for reasoning: send "
-            "a chat without separate_reasoning: false, where it begins after the reasoning",
-            param=budget.field,
-        )
+        return asked, None
+    thought = style.thought_of(prompt)
+    constraint = None if asked is None else style.after_reasoning(asked, thought)
+    return constraint, style.thinking_limit(budget.tokens, prompt, thought)
 
 
 def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:

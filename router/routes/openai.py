@@ -12,6 +12,7 @@ from types import TracebackType
 from aiohttp import web
 
 from common.errors import InvalidRequest
+from common.messages.generation import ThinkingLimit
 from common.observability.logs import Log
 from router.answers.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answers.answer_stream import Answering
@@ -55,7 +56,7 @@ from router.requests.openai_schema import (
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
-from router.requests.thinking_budget import completion_limit
+from router.requests.thinking_budget import Budget, asked_budget, limit_reasoning
 from router.routes.listed_ids import listed_ids
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
@@ -164,7 +165,7 @@ class OpenAiRoutes:
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
         rules = await token_rules(body, model, self._texts)
         options = AnswerOptions(max_field, logprobs, grammar, rules, answer.kept)
-        asked = Prompt(prompt, images=rendered.placed, thinking=answer.thinking_limit(grammar))
+        asked = Prompt(prompt, images=rendered.placed, thinking=answer.thinking_limit())
         choices = self._maker.make(request, body, model, options, asked, PromptBatch())
         identity = CHAT_ID + request[request_id_key]
         named = body.logprob_token_ids or ()
@@ -240,6 +241,8 @@ class OpenAiRoutes:
                 param="prompt",
             )
         options: AnswerOptions | None = None
+        budget: Budget | None = None
+        limit: ThinkingLimit | None = None
         length = prompt_length(body, model.max_model_len)
         encoded = await self._encoded(given, body, length)
         memory.release()
@@ -250,13 +253,12 @@ class OpenAiRoutes:
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
             try:
-                if options is None or own is not None:
-                    grammar = await self._texts.grammar(read_constraint(fields), model)
+                if options is None or own is not None or budget is not None:
+                    budget, wanted = asked_budget(fields, model.answers), read_constraint(fields)
+                    constraint, limit = limit_reasoning(budget, wanted, model.answers, ids)
+                    grammar = await self._texts.grammar(constraint, model)
                     rules = await token_rules(fields, model, self._texts)
                     options = AnswerOptions("max_tokens", logprobs, grammar, rules)
-                limit = None
-                if fields.thinking_token_budget is not None or fields.custom_params is not None:
-                    limit = completion_limit(fields, model.answers, ids, options.grammar)
                 own_id = identities[index] if identities else None
                 asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)

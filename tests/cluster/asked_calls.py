@@ -195,7 +195,7 @@ class Judge:
         constraint = expected.constraint(None)
         grammar = None if constraint is None else self._grammars.compile(constraint, *self._vocab)
         temperature, seed = asked.body["temperature"], asked.body["seed"]
-        thinking = expected.thinking_limit(grammar or "")
+        thinking = expected.thinking_limit()
         return Question(prompt, {}, temperature, seed, SAID, grammar, thinking)
 
     def _problem(self, kind: str, asked: AskedChat, told: str) -> None:

@@ -156,6 +156,11 @@ async def test_seeded_texts_with_grammars_keep_to_the_limit(
                 if reference.think in ids:
                     assert ids.index(reference.think_end) - ids.index(reference.think) - 1 <= tokens
                 assert choice["message"]["content"] or choice["message"]["tool_calls"]
+                if "tools" not in form:
+                    fields = {key: value for key, value in body.items() if key != "messages"}
+                    fields |= {"prompt": answer["prompt_token_ids"], "temperature": 1}
+                    completion = await ask(client, "/v1/completions", **fields)
+                    assert completion["choices"][0]["token_ids"] == ids
 
 
 async def test_thinking_of_anthropics_clients(cluster: RunningCluster) -> None:

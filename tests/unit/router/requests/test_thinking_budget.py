@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from common.grammar import GrammarCompiler
 from common.grammar.token_marker import TokenMarker
 from common.messages.generation import ThinkingLimit
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.chat.call_formats import CALL_FORMATS
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import TOOLS, template_of
-from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -37,6 +38,9 @@ STYLE = AnswerStyle(
 # Markers of several tokens.
 LONG = replace(STYLE, special={}, think_markers=(TokenMarker([BEGIN, 8]), TokenMarker([END, BEGIN, 8, END])))
 SCHEMA = {"type": "json_object"}
+# Special tokens of the tiny model, which no text of a grammar matches.
+OPEN, CLOSE, EOS = 3, 4, 2
+COMPILER = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [EOS])
 
 
 @pytest.fixture
@@ -64,6 +68,7 @@ def limit(rig: Rig) -> ThinkingLimit | None:
         (CHAT, {"thinking_token_budget": None, "custom_params": {}}, None),
         (CHAT, {"thinking_token_budget": 7, "separate_reasoning": False}, 7),
         (CHAT, {"thinking_token_budget": 7, "response_format": SCHEMA}, 7),
+        (TEXT, {"thinking_token_budget": 7, "response_format": SCHEMA}, 7),
         (CHAT, {"thinking_token_budget": 7, "tools": TOOLS, "tool_choice": "required"}, 7),
         (TEXT, {"thinking_token_budget": 7}, 7),
         (GENERATE, {"sampling_params": {"custom_params": {"thinking_budget": 7}}}, 7),
@@ -140,12 +145,6 @@ async def test_markers_of_several_tokens_in_the_prompt(
         (CHAT, {"custom_params": {"thinking_budget": -2}}, "custom_params.thinking_budget"),
         (CHAT, {"custom_params": {"other": 1}}, "custom_params"),
         (CHAT, {"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens"),
-        (
-            CHAT,
-            {"reasoning": {"max_tokens": 7}, "separate_reasoning": False, "response_format": SCHEMA},
-            "reasoning.max_tokens",
-        ),
-        (TEXT, {"thinking_token_budget": 7, "response_format": SCHEMA}, "thinking_token_budget"),
         (TEXT, {"thinking_token_budget": 7, "allowed_token_ids": [5]}, "allowed_token_ids"),
         (
             GENERATE,
@@ -166,6 +165,47 @@ async def test_what_cannot_be_met_is_refused(path: str, fields: dict[str, Any], 
         assert param in answer["error"]["message"]
     else:
         assert answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "thought", "taken"),
+    [
+        (TEXT, {"prompt": [5]}, [], True),
+        (TEXT, {"prompt": [5]}, [OPEN, 9, CLOSE], True),
+        (TEXT, {"prompt": [5]}, [9, CLOSE], False),
+        (TEXT, {"prompt": [5, OPEN]}, [9, CLOSE], True),
+        (TEXT, {"prompt": [5, OPEN, 9]}, [], False),
+        (TEXT, {"prompt": [5, OPEN, CLOSE]}, [], True),
+        (TEXT, {"prompt": [5, OPEN], "thinking_token_budget": None}, [], True),
+        (TEXT, {"prompt": [5, OPEN], "thinking_token_budget": -1}, [9, CLOSE], False),
+        (GENERATE, {}, [OPEN, 9, CLOSE], True),
+        (CHAT, {"separate_reasoning": False}, [OPEN, 9, CLOSE], True),
+        (CHAT, {"separate_reasoning": False}, [], True),
+        (CHAT, {"separate_reasoning": False, "thinking_token_budget": -1}, [OPEN, 9, CLOSE], False),
+    ],
+)
+async def test_with_a_limit_structured_output_follows_the_reasoning(
+    path: str, fields: dict[str, Any], thought: list[int], taken: bool, serve: Serve
+) -> None:
+    special = {"<think>": OPEN, "</think>": CLOSE}
+    style = replace(STYLE, special=special, think_markers=(TokenMarker([OPEN]), TokenMarker([CLOSE])))
+    rig = await serve(served=replace(SERVED, answers=style))
+    rig.generator.will(*one_by_one([331]))
+    limited = {"thinking_token_budget": 7, "response_format": SCHEMA}
+    if path == GENERATE:
+        limited = {"sampling_params": {"thinking_token_budget": 7, "json_schema": "{}"}}
+    status, answer, _ = await rig.post(path, BODIES[path] | limited | fields)
+    assert status == 200, answer
+    matcher = COMPILER.matcher(rig.generator.requests[-1].sampling.grammar)
+    assert matcher.accept([*thought, *COMPILER.tokenize('{"a": 1}'), EOS]) is taken
+
+
+async def test_each_prompt_has_a_constraint_of_its_own(rig: Rig) -> None:
+    body = {"prompt": [[5, BEGIN], [5], [5, BEGIN]], "thinking_token_budget": 7, "response_format": SCHEMA}
+    status, answer, _ = await rig.post(TEXT, body)
+    assert status == 200, answer
+    grammars = {tuple(each.token_ids): each.sampling.grammar for each in rig.generator.requests}
+    assert len(set(grammars.values())) == len(grammars) == 2
 
 
 async def test_no_token_of_the_marker_may_be_forbidden(serve: Serve, tokenizer: Tokenizer) -> None:
