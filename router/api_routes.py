@@ -21,6 +21,7 @@ from router.routes.openai import OpenAiRoutes
 from router.routes.responses import ResponsesRoutes
 from router.routes.status import VERSION, ClusterView, StatusRoutes
 from router.routes.tokenizer import TokenizerRoutes
+from router.routes.tokens import TokensRoutes
 from router.text.chat_prompts import ChatPrompts
 
 
@@ -60,6 +61,7 @@ class ApiRoutes:
         self._routes = (
             openai,
             GenerateRoutes(openai, texts, tokenizer),
+            TokensRoutes(openai, texts, tokenizer, models.admitting),
             ResponsesRoutes(openai, texts, prompts, models.admitting),
             MessagesRoutes(openai, texts, prompts, models.admitting),
             OpenApiRoutes(VERSION),

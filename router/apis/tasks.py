@@ -20,6 +20,13 @@ from router.apis.generate_request import (
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.renamed_fields import renamed_fields
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
+from router.apis.tokens_request import (
+    TOKENS_NAMES,
+    TokensRequest,
+    TokensSampling,
+    TokensTask,
+    read_tokens,
+)
 from router.requests.chat_rules import bounded_chat
 from router.requests.field_rules import undeclared, undeclared_inside
 from router.requests.openai_schema import compact_completion
@@ -74,6 +81,11 @@ def _compact_generate(task: GenerateTask) -> GenerateTask:
     return msgspec.structs.replace(task, completion=completion, own=tuple(own))
 
 
+def _compact_tokens(task: TokensTask) -> TokensTask:
+    with renamed_fields(TOKENS_NAMES):
+        return TokensTask(completion=compact_completion(task.completion))
+
+
 def _compact_chat(task: ChatTask) -> ChatTask:
     with renamed_fields(task.places):
         return msgspec.structs.replace(task, chat=bounded_chat(task.chat))
@@ -86,6 +98,14 @@ GENERATE = TaskReader(
     read_generate,
     _compact_generate,
     ("sampling_params", frozenset(GenerateSampling.__struct_fields__)),
+)
+TOKENS = TaskReader(
+    "tokens",
+    TokensTask,
+    frozenset(TokensRequest.__struct_fields__),
+    read_tokens,
+    _compact_tokens,
+    ("sampling_params", frozenset(TokensSampling.__struct_fields__)),
 )
 RESPONSES: TaskReader[ResponsesTask] = TaskReader(
     "responses",
@@ -106,5 +126,5 @@ COUNT: TaskReader[MessagesTask] = TaskReader(
     _compact_chat,
 )
 READERS: dict[str, TaskReader[Any]] = {
-    reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES, COUNT)
+    reader.api: reader for reader in (GENERATE, TOKENS, RESPONSES, MESSAGES, COUNT)
 }

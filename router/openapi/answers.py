@@ -116,6 +116,24 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     meta_info: GenerateMeta
 
 
+class TokensChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    token_ids: list[int]
+
+
+class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /inference/v1/generate without `stream`."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: list[TokensChoice]
+    usage: TokenUsage
+    prompt_logprobs: list[dict[str, Any] | None] | None
+
+
 class ResponsesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of /v1/responses without `stream`."""
 

@@ -10,6 +10,7 @@ from router.apis.messages_answer import TokenCount
 from router.apis.messages_request import CountRequest, MessagesRequest
 from router.apis.responses_answer import InputTokens
 from router.apis.responses_request import ResponsesRequest
+from router.apis.tokens_request import TokensRequest
 from router.http.media_types import JSON, TEXT
 from router.openapi.answers import (
     ChatCompletion,
@@ -21,6 +22,7 @@ from router.openapi.answers import (
     Readiness,
     ResponsesAnswer,
     TextCompletion,
+    TokensAnswer,
     Version,
 )
 from router.requests.openai_schema import ChatRequest, CompletionRequest
@@ -84,6 +86,14 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "Count the tokens of a conversation", CountRequest, TokenCount
     ),
     Operation("post", "/generate", "Continue texts", GenerateRequest, Generated, streams=True, listed=True),
+    Operation(
+        "post",
+        "/inference/v1/generate",
+        "Continue tokens with tokens",
+        TokensRequest,
+        TokensAnswer,
+        streams=True,
+    ),
     Operation("get", "/v1/models", "List the served model", answer=ModelList),
     Operation("get", "/v1/models/{id}", "Describe the served model", answer=ModelCard),
     Operation("post", "/tokenize", "Turn a text or a chat into token ids", TokenizeRequest, TokenizeAnswer),

@@ -23,9 +23,10 @@ MAX_REPORTED = 16  # unknown names of one request that are looked at
 MAX_NAME = 64  # characters of a name in a warning or an error
 
 # Labels and hints of OpenAI, Anthropic and vLLM: billing, storage, caching, the length that answers should have, where
-# and how fast they are made, how tokens are gathered into chunks, and what only vLLM's `render` routes read.
+# and how fast they are made, how tokens are gathered into chunks, and what only vLLM's `render` routes read or tell.
 IGNORED = frozenset(
     {
+        "assistant_tokens_mask",
         "cache_control",
         "diagnostics",
         "inference_geo",
@@ -41,6 +42,7 @@ IGNORED = frozenset(
         "speed",
         "store",
         "stream_interval",
+        "token_offsets",
         "user",
         "user_profile_id",
         "verbosity",
@@ -167,8 +169,15 @@ def _present(kind: type[msgspec.Struct], names: tuple[str, ...]) -> RareFields:
     return RareFields(*(name for name in names if name in kind.__struct_fields__))
 
 
-# OpenAI's names for what newer fields do.
-_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
+# What serves the purpose of a field.
+_INSTEAD = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "features": "send the images in a chat to /v1/chat/completions",
+    "kv_transfer_params": "leave it out: the cluster's nodes exchange KV among themselves",
+    "ec_transfer_params": "leave it out: prefill nodes encode images themselves",
+    "repetition_detection": "send frequency_penalty or repetition_penalty",
+}
 
 
 def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> None:
@@ -176,7 +185,7 @@ def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> N
     if value is None or any(_same(value, each) for each in neutral):
         return
     remedy = f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
-    remedy = f"send {_SUCCESSORS[field]}" if field in _SUCCESSORS else remedy
+    remedy = _INSTEAD.get(field.rpartition(".")[2], remedy)
     raise InvalidRequest(f"{field} is not supported by this version of tandem; {remedy}", param=field)
 
 

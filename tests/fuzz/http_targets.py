@@ -61,7 +61,7 @@ def task_body(api: str, data: bytes) -> None:
         reader.unknown(data)
         made = reader.unpacked(reader.packed(data))
         assert type(made) is type(task)
-        _check(made.completion if api == "generate" else made.chat)
+        _check(made.completion if api in ("generate", "tokens") else made.chat)
 
 
 def _check(request: SharedFields) -> None:
@@ -118,6 +118,13 @@ TARGETS = {
         (
             b'{"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2, "stop": "x", "top_k": 3}, '
             b'"return_logprob": true, "top_logprobs_num": 2, "rid": "r"}',
+        ),
+    ),
+    "tokens-body": Target(
+        partial(task_body, "tokens"),
+        (
+            b'{"token_ids": [1, 2], "sampling_params": {"max_tokens": 2, "stop": "x", "top_k": 3, "logprobs": 2}, '
+            b'"stream": true, "stream_options": {"include_usage": true}, "request_id": "r"}',
         ),
     ),
     "responses-body": Target(

@@ -85,6 +85,7 @@ BODIES = {
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": CHAT,
     "/generate": {"text": "Hello"},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"logprobs": 1}},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5]},
 }
