@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from router.requests.constraint_fields import StructuredOutputs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
-from router.requests.openai_schema import MAX_PROMPTS, CompletionRequest, RequestId, Text
+from router.requests.openai_schema import MAX_PROMPTS, CacheSalt, CompletionRequest, RequestId, Text
 from router.requests.sampling_fields import SamplingFields
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
@@ -78,6 +78,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     rid: RequestId | Annotated[list[RequestId], Meta(max_length=MAX_PROMPTS)] | None = None
     priority: int | None = None  # higher first
     extra_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None  # another name of extra_key
     model: str | None = None
     return_hidden_states: bool | None = None
     # refused unless they have no effect: see _NEUTRAL
@@ -85,6 +86,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     video_data: Any = None
     audio_data: Any = None
     input_embeds: Any = None
+    modalities: Any = None
     return_routed_experts: Any = None
     lora_path: Any = None
     session_id: Any = None
@@ -101,6 +103,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "video_data": (),
     "audio_data": (),
     "input_embeds": (),
+    "modalities": (["text"],),
     "return_routed_experts": (False,),
     "lora_path": (),
     "session_id": (),
@@ -179,6 +182,10 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
             f"rid lists {len(rids)} ids for {asked}; send one for each, or a string for the request",
             param="rid",
         )
+    if request.cache_salt and request.extra_key:
+        raise InvalidRequest(
+            "cache_salt and extra_key mean the same here: send one of them", param="cache_salt"
+        )
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
     if not request.return_logprob and request.token_ids_logprob:
@@ -212,7 +219,7 @@ def _completion(
         logprob_token_ids=request.token_ids_logprob,
         # The prompt comes back with its log-probabilities; then no answer is needed.
         echo=start is not None or (sampling.max_new_tokens == 0 and bool(request.return_hidden_states)),
-        cache_salt=request.extra_key,
+        cache_salt=request.cache_salt or request.extra_key,
         # completions take lower priorities first
         priority=None if request.priority is None else -request.priority,
     )

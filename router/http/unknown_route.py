@@ -8,6 +8,7 @@ from aiohttp import web
 
 MAX_PATH = 200  # characters of the path in an error text
 PREFIX = "/v1"
+_WEIGHTS = "exchange of weights while it runs; start the nodes with the other model"
 # First part of a path, without /v1 -> what other servers do there.
 OTHER_APIS = {
     "embeddings": "embeddings",
@@ -31,7 +32,23 @@ OTHER_APIS = {
     "threads": "assistants; keep the conversation at the client",
     "conversations": "conversations; keep them at the client",
     "load_lora_adapter": "LoRA adapters",
+    "load_lora_adapter_from_tensors": "LoRA adapters",
     "unload_lora_adapter": "LoRA adapters",
+    "generative_scoring": "scoring of pairs; logprob_token_ids lists the log-probabilities of labels",
+    "separate_reasoning": "parsing apart from answers; chats return reasoning_content",
+    "parse_function_call": "parsing apart from answers; chats return tool_calls",
+    "reset_prefix_cache": "route of that name; send POST /flush_cache",
+    "abort_requests": "route of that name; send POST /abort_request for each id",
+    "sleep": _WEIGHTS,
+    "wake_up": _WEIGHTS,
+    "pause_generation": _WEIGHTS,
+    "continue_generation": _WEIGHTS,
+    "release_memory_occupation": _WEIGHTS,
+    "resume_memory_occupation": _WEIGHTS,
+    "init_weights_update_group": _WEIGHTS,
+    "update_weights_from_disk": _WEIGHTS,
+    "update_weights_from_distributed": _WEIGHTS,
+    "update_weights_from_tensor": _WEIGHTS,
     "api": "API of Ollama; set the client up for OpenAI's API with a base URL that ends with /v1",
 }
 
@@ -40,6 +57,9 @@ WHOLE_ROUTES = ("/chat/completions", "/completions", "/responses")
 
 # Beginning of a path, without /v1 -> what OpenAI, or vLLM at `render`, does there. The first that fits counts.
 BELOW = {
+    "/chat/completions/batch": "batches of chats; send each chat in a request of its own",
+    "/chat/completions/derender": "parsing apart from answers; chats return what the model means",
+    "/completions/derender": "parsing apart from answers; /detokenize returns the text of tokens",
     "/chat/completions/render": "rendering apart from answers; /tokenize returns the tokens of a prompt",
     "/completions/render": "rendering apart from answers; /tokenize returns the tokens of a prompt",
     "/responses/": "stored responses; send the whole conversation with every request",

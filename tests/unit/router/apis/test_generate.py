@@ -77,6 +77,14 @@ async def test_a_higher_priority_goes_first_here(rig: Rig) -> None:
     assert [asked.priority for asked in rig.generator.requests] == [-3, 3, 0]
 
 
+async def test_a_salt_has_two_names(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    for salt in ({}, {"extra_key": "k"}, {"cache_salt": "k"}):
+        assert (await rig.post("/generate", {"text": "Hello"} | salt))[0] == 200
+    none, extra, own = (asked.salt for asked in rig.generator.requests)
+    assert none != extra == own
+
+
 @pytest.mark.parametrize("prompts", [{"text": ["a", "b"]}, {"input_ids": [[5, 6], [7]]}])
 async def test_several_prompts_give_a_list(rig: Rig, prompts: dict[str, Any]) -> None:
     rig.generator.will(*one_by_one(HELLO))
@@ -240,6 +248,11 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "modalities": ["image"]}, "modalities"),
+        ({"text": "a", "cache_salt": "x", "extra_key": "y"}, "cache_salt"),
+        ({"text": "a", "max_thinking_tokens": 5}, "max_thinking_tokens"),
+        ({"text": "a", "return_flat_raw_top_logprobs": True}, "return_flat_raw_top_logprobs"),
+        ({"text": "a", "sampling_params": {"beam_width": 4}}, "sampling_params.beam_width"),
         ({"text": "a", "rid": ["a"]}, "rid"),
         ({"text": ["a", "b"], "rid": ["a"]}, "rid"),
         ({"text": ["a"], "rid": []}, "rid"),
