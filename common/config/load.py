@@ -128,6 +128,11 @@ def load_cluster(
     except msgspec.ValidationError as error:
         _refuse_other_names(data)
         raise _readable(error, given) from error
+    for path, value in _leaves(data, ""):
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(
+                path, "a value must not contain a zero byte, which ends names of files; remove it"
+            )
     origins = {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")}
     check_movable(cluster)
     check_names(cluster)
