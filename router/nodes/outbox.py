@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from router.nodes.registry import Node
 
+AGAIN_SECONDS = 0.25  # until a message is sent again to a node that could not be reached
 # From routing id and message to whether the node can be reached.
 Send = Callable[[str, msgspec.Struct], bool]
 # From routing id and messages to how many of them were sent: fewer if the node cannot be reached.
@@ -54,8 +56,25 @@ class Outbox:
         self._waiting.append(parcel)
 
     def post(self, node: Node, message: msgspec.Struct) -> None:
-        """Send one message; it does not matter whether the node can be reached."""
-        self.put(Parcel([(node.routing_id, node, message)], _report))
+        """Send one message, again and again while the node cannot be reached, until it is lost.
+
+        Without that, what a client no longer wants would run to its end after a connection that broke for a moment.
+        """
+        self.put(Parcel([(node.routing_id, node, message)], partial(self._post_later, node, message)))
+
+    def _post_later(self, node: Node, message: msgspec.Struct, reason: Node | Exception) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(reason, Exception):
+            # Nobody waits for this message: tell the event loop.
+            loop.call_exception_handler(
+                {"message": "a message to a node could not be sent", "exception": reason}
+            )
+        elif node.lost_by is None:
+            loop.call_later(AGAIN_SECONDS, self._post_again, node, message)
+
+    def _post_again(self, node: Node, message: msgspec.Struct) -> None:
+        if node.lost_by is None:
+            self.post(node, message)
 
     def _flush(self) -> None:
         parcels = [parcel for parcel in self._waiting if parcel.waits]
@@ -91,11 +110,3 @@ class Outbox:
             return
         for parcel in parcels[sent:]:
             parcel.fail(parcel.messages[index][1])
-
-
-def _report(reason: Node | Exception) -> None:
-    """Tell the event loop about a message that nobody waits for and that cannot be encoded."""
-    if isinstance(reason, Exception):
-        asyncio.get_running_loop().call_exception_handler(
-            {"message": "a message to a node could not be sent", "exception": reason}
-        )

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from common.messages.node_inbox import Abort
+from router.nodes import outbox
 from router.nodes.outbox import Outbox, Parcel
 from router.nodes.registry import Node
+from tests.fakes.waiting import eventually
 from tests.unit.router.dispatch.test_attempt import node
 
 PREFILL, DECODE = node("prefill"), node("decode")
@@ -124,3 +126,35 @@ async def test_a_message_that_cannot_be_encoded_holds_up_no_other() -> None:
     assert last.sent
     assert sent.rooms == [[4]]
     assert [str(each["exception"]) for each in reported] == ["rooms [3]"]
+
+
+async def test_what_is_posted_leaves_once_the_node_can_be_reached_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connection that breaks for a moment must not let a request run on that its client has given up."""
+    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    sent = Sent()
+    box = Outbox(sent)
+    sent.gone = {DECODE.routing_id}
+    box.post(DECODE, Abort(room=1, reason="x"))
+    box.post(PREFILL, Abort(room=2, reason="x"))
+    await eventually(lambda: sent.rooms == [[2]])
+    sent.gone.clear()
+    await eventually(lambda: sent.rooms == [[2], [1]])
+
+
+async def test_nothing_is_posted_to_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    sent, lost = Sent(), node("decode")
+    box = Outbox(sent)
+    sent.gone = {lost.routing_id}
+    box.post(lost, Abort(room=1, reason="x"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    lost.lost_by = "silent"
+    for _ in range(5):
+        await asyncio.sleep(0)
+    sent.gone.clear()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sent.rooms == []
