@@ -13,7 +13,7 @@ class PeerWatches:
         self._watches: dict[str, ProcessWatch] = {}
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        """Watch this process. Raises HandshakeRefused if the kernel does not allow it."""
+        """Watch this process. Raises HandshakeRefused if it cannot be watched."""
         if incarnation in self._watches:
             return
         try:

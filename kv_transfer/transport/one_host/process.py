@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -28,33 +29,49 @@ def pid_namespace() -> int:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of a living process in clock ticks since boot; None if there is no such process."""
+    """Return the start time of a process in clock ticks since boot; None if there is no such process.
+
+    Raises OSError if that cannot be read, as without a free descriptor: the process may be alive.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (OSError, ValueError):
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(b") ")[2].split()  # the name in parentheses may contain anything
     return int(fields[19])
 
 
+@cache
 def current() -> ProcessIdentity:
+    """Return the identity of this process, which is read once: later there may be no free descriptor."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     pid = os.getpid()
-    return ProcessIdentity(f"{boot}/{pid_namespace()}", pid, start_ticks(pid) or 0)
+    started = start_ticks(pid)
+    assert started is not None, "/proc shows this process"
+    return ProcessIdentity(f"{boot}/{pid_namespace()}", pid, started)
+
+
+os.register_at_fork(after_in_child=current.cache_clear)
 
 
 class ProcessWatch:
     """Holds a pidfd, so that pid reuse cannot confuse the answer. A stopped process counts as alive."""
 
     def __init__(self, process: ProcessIdentity) -> None:
-        """Watch a process. Raises OSError when the kernel does not allow watching a living process."""
+        """Watch a process. Raises OSError when a living process cannot be watched."""
         self._fd = -1
         try:
             self._fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
         # Compared after the open: the fd pins the pid.
-        if start_ticks(process.pid) != process.started:
+        try:
+            started = start_ticks(process.pid)
+        except OSError:
+            self.close()
+            raise
+        # None: it has ended since, or is hidden from this user. The fd tells.
+        if started not in (None, process.started):
             self.close()
 
     @property

@@ -117,14 +117,17 @@ def sweep_orphans() -> list[str]:
     """Remove segments of this user whose owner is dead; return the removed names. Called at start-up.
 
     Segments of another pid namespace (a container that shares /dev/shm) are kept: whether their owner is alive cannot
-    be determined.
+    be determined. So are those whose owner cannot be read now, and files of other users that have such a name.
     """
     removed: list[str] = []
     for path in SHM_DIR.glob(f"tandem.{os.getuid()}.{process.pid_namespace()}.*"):
         match = _NAME.fullmatch(path.name)
-        if match is not None and process.start_ticks(int(match[3])) != int(match[4]):
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+        if match is None:
+            continue
+        with contextlib.suppress(OSError):
+            if process.start_ticks(int(match[3])) != int(match[4]):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
     return removed
 
 

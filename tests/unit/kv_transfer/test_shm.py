@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import secrets
 import signal
 import stat
@@ -243,6 +245,70 @@ def test_a_process_that_cannot_be_watched_is_refused(
     monkeypatch.setattr(os, "pidfd_open", denied)
     with pytest.raises(HandshakeRefused, match="cannot be watched"):
         receiver.admit("p", process.current())
+
+
+@contextlib.contextmanager
+def free_descriptors(count: int) -> Iterator[None]:
+    """Let this process open `count` descriptors more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]
+    for each in opened:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_without_a_free_descriptor_no_process_counts_as_dead(receiver: ShmReceiver, count: int) -> None:
+    """Of two that are needed, the second one was missing: the start of the process could not be compared."""
+    me = process.current()
+    with free_descriptors(count):
+        assert process.current() == me, "a prefill node names itself to every decode node that connects"
+        with pytest.raises(HandshakeRefused, match="Too many open files"):
+            receiver.admit("p", me)
+        assert not receiver.peer_is_dead("p")
+    receiver.admit("p", me)
+    assert not receiver.peer_is_dead("p")
+
+
+def test_a_process_that_is_hidden_in_proc_does_not_count_as_dead(
+    monkeypatch: pytest.MonkeyPatch, child: Callable[[str], Child]
+) -> None:
+    sender = child("print('up', flush=True)")
+    identity = sender.identity
+    monkeypatch.setattr(process, "start_ticks", lambda pid: None)
+    watch = ProcessWatch(identity)
+    assert not watch.dead
+    sender.popen.kill()
+    until(lambda: watch.dead)
+
+
+def test_sweeping_spares_what_it_cannot_judge_or_remove(
+    own_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = f"tandem.{os.getuid()}.{process.pid_namespace()}"
+    unknown, foreign = (own_directory / f"{prefix}.{pid}.1.{'cd' * 16}.kv" for pid in (1, 2))
+    for path in (unknown, foreign):
+        path.touch()
+    remove, ticks = Path.unlink, process.start_ticks
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == foreign:
+            raise PermissionError(1, "Operation not permitted")
+        remove(path, missing_ok)
+
+    def start_ticks(pid: int) -> int | None:
+        if pid == 1:
+            raise OSError(24, "Too many open files")
+        return ticks(pid)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(process, "start_ticks", start_ticks)
+    assert sweep_orphans() == []
+    assert unknown.exists()
 
 
 WRITER = """
