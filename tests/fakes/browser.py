@@ -33,7 +33,7 @@ async def open_page(
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         try:
             page = await browser.new_page(viewport={"width": size[0], "height": size[1]})
-            page.set_default_timeout(20_000)
+            page.set_default_timeout(120_000)
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
             page.on(
