@@ -169,7 +169,11 @@ class RouterLink(Generic[M]):
             self.unsent_messages += 1
 
     def drain(self) -> list[AnyNodeMessage | M]:
-        """Return the messages that have arrived, in the order of `control_first`."""
+        """Return the messages that have arrived, in the order of `control_first`.
+
+        Work that arrives while the node is not registered was sent before its router was lost, and is left out: the
+        router has placed it elsewhere.
+        """
         messages: list[AnyNodeMessage | M] = []
         for frame in self._dealer.drain():
             try:
@@ -182,7 +186,10 @@ class RouterLink(Generic[M]):
             self._resets = self._dealer.resets
             self._given_up = True
             self._asked_at = -1e9
+        current: list[AnyNodeMessage | M] = []
         for message in messages:
+            if self._router is not None or isinstance(message, _CONTROL):
+                current.append(message)
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
                 # An older echo proves nothing.
@@ -190,7 +197,7 @@ class RouterLink(Generic[M]):
                 self._registered_at = self._sequence
                 self._given_up = False
         self._register_if_needed()
-        return control_first(messages)
+        return control_first(current)
 
     def lost(self) -> bool:
         """Return True once when the registered router has ended or was replaced: its requests must be dropped."""

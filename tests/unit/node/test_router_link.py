@@ -257,6 +257,21 @@ def test_silence_is_lost_once_and_then_registers_again(rig: Rig) -> None:
     assert not rig.link.lost()
 
 
+def test_work_that_was_sent_before_the_router_was_lost_is_dropped(rig: Rig) -> None:
+    """A node that was stopped may notice the loss before it reads what waits in its socket."""
+    rig.register()
+    rig.say(prefill(1))
+    until(lambda: rig.link.readable)
+    rig.clock.now += TIMEOUT + 0.001
+    assert rig.link.lost()
+    rig.say(prefill(2))
+    rig.say(registered(rig.incarnation))
+    rig.say(prefill(3))
+    got: list[Any] = []
+    until(lambda: (got.extend(rig.link.drain()), any(isinstance(each, Prefill) for each in got))[1])
+    assert [each.room for each in got if isinstance(each, Prefill)] == [3]
+
+
 def test_echoes_keep_the_link(rig: Rig) -> None:
     rig.register()
     rig.echoing = True
