@@ -35,9 +35,10 @@ class ApiServer:
         file = self._credentials / name
         try:
             return file.read_text().strip()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                self._key, f"cannot read {file}: {error.strerror}; the pod needs a service account token"
+                self._key, f"cannot read {file}: {reason}; the pod needs a service account token"
             ) from error
 
     def headers(self) -> dict[str, str]:

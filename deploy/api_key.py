@@ -88,10 +88,10 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         lock(directory, file.parent)  # two concurrent runs would lose one of the keys
-        text = file.read_text() if file.exists() else ""
+        text = _text_of(file) if file.exists() else ""
         if any(row.strip() and not row.startswith("#") for row in text.splitlines()):
             read_api_keys(file)  # refuses a file that is invalid or readable by others
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
             out.write(_with_line(text, line))
             out.flush()
             os.fsync(out.fileno())
@@ -104,6 +104,13 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
         new.unlink(missing_ok=True)
         os.close(directory)
     return keys
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError("", f"is not text: {error}") from error
 
 
 def _with_line(text: str, line: str) -> str:

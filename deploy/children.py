@@ -131,7 +131,7 @@ class Child:
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
-            with contextlib.suppress(msgspec.DecodeError):  # a dying process may write half a line
+            with contextlib.suppress(ValueError):  # a dying process may write half a line
                 self.progress = msgspec.json.decode(line, type=Progress)
                 self.reports += 1
         return self.progress

@@ -220,6 +220,6 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[ChatEvent]:
                 if data == b"[DONE]":
                     return
                 yield _decoder.decode(data)
-    except (msgspec.MsgspecError, EventTooLong) as error:
+    except (ValueError, EventTooLong) as error:
         raise BadAnswer(f"the answer is not a stream of chat events: {error}") from None
     raise BadAnswer("the answer ended without [DONE]")

@@ -44,7 +44,7 @@ def json_fields(option: str, text: str) -> dict[str, Any]:
     """Return the fields of a JSON object that an option holds. Raises ConfigError."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise ConfigError(option, f"is not a JSON object: {error}") from None
 
 
@@ -52,7 +52,7 @@ def error_sentence(raw: bytes) -> str:
     """Return what the body of an error says: its sentence, or the body itself if it is in no form that is known."""
     try:
         body = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except ValueError:
         return raw[:MAX_SENTENCE].decode(errors="replace").strip()
     return message_of(body.get("error", body))
 

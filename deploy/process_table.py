@@ -59,7 +59,7 @@ def read_any_table(run_dir: Path) -> Table | None:
             return msgspec.json.decode(table_path(run_dir).read_bytes(), type=Table)
         except OSError:
             return None
-        except msgspec.DecodeError:  # it may be overwritten in place right now
+        except ValueError:  # it may be overwritten in place right now
             if attempt < READ_ATTEMPTS - 1:
                 time.sleep(READ_INTERVAL)
     return None

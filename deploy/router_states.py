@@ -28,7 +28,7 @@ def server_info(resolved: Resolved) -> dict[str, Any] | None:
     except OSError:
         return None
     for socket in sockets:
-        with contextlib.suppress(OSError, HTTPException, msgspec.DecodeError):
+        with contextlib.suppress(OSError, HTTPException, ValueError):
             _, raw = ask(socket, "GET", "/server_info", timeout=INFO_SECONDS)
             return msgspec.json.decode(raw, type=dict[str, Any])
     return None

@@ -6,6 +6,7 @@ number is logged once writing works again.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -46,7 +47,10 @@ class _JsonFormatter(logging.Formatter):
         line = _line(record.created, record.levelname.lower(), self._node, record.getMessage(), fields)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return _encode(line).decode()
+        try:
+            return _encode(line).decode()
+        except UnicodeEncodeError:  # names of files may contain bytes that are not UTF-8: json escapes them
+            return json.dumps(line, default=str)
 
 
 class _StderrHandler(logging.Handler):

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
+
+from common.process_entry import entry
 
 
 def process_age() -> float:
     """Return the seconds since this process began, before its first import."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    began = entry(os.getpid()).started / os.sysconf("SC_CLK_TCK")
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
 
 

@@ -96,9 +96,10 @@ class StartupReporter:
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)
         if phase == "ready":
             self._log.info("start-up took", **self.times.fields())
-        self._line = (
-            msgspec.json.encode(Progress(phase=phase, done=done, total=total, message=message)) + b"\n"
-        )
+        # Names of files may contain bytes that are not UTF-8.
+        shown = message.encode(errors="backslashreplace").decode()
+        line = Progress(phase=phase, done=done, total=total, message=shown)
+        self._line = msgspec.json.encode(line) + b"\n"
         self._write()
 
     def compiled(self, kernel: str, seconds: float) -> None:

@@ -91,7 +91,7 @@ async def stream_completion(
             await _read(response, times, sent if due is None else due)
     except TimeoutError:
         times.error = "no answer in time"
-    except (aiohttp.ClientError, EventTooLong, RequestFailed, msgspec.MsgspecError) as error:
+    except (aiohttp.ClientError, EventTooLong, RequestFailed, ValueError) as error:
         times.error = str(error) or type(error).__name__
     return times
 

@@ -109,5 +109,5 @@ def _sentence(answer: bytes) -> str:
     try:
         error = msgspec.json.decode(answer)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return answer[:200].decode(errors="replace")

@@ -31,7 +31,10 @@ def finish(tokens: int) -> list[dict[str, Any]]:
 
 @dataclass
 class OpenAiServer:
-    """Streams `events` to every completion. `asked` lists the bodies of requests, `keys` their authorization."""
+    """Streams `events` to every completion. `asked` lists the bodies of requests, `keys` their authorization.
+
+    A lone surrogate in an event that is a text is sent as the byte that it stands for.
+    """
 
     events: Sequence[Event] = ()
     status: int = 200
@@ -67,7 +70,7 @@ class OpenAiServer:
         await response.prepare(request)
         for event in self.events:
             data = event if isinstance(event, str) else json.dumps(event)
-            await response.write(f"data: {data}\n\n".encode())
+            await response.write(f"data: {data}\n\n".encode(errors="surrogateescape"))
         return response
 
 

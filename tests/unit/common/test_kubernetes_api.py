@@ -45,6 +45,12 @@ async def test_only_the_authority_of_the_pod_is_trusted(
         await server.close()
 
 
+def test_credentials_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "namespace").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"kubernetes\.credentials: cannot read .*namespace: .*0xff"):
+        ApiServer("https://127.0.0.1:1", tmp_path).read("namespace")
+
+
 def test_a_missing_authority_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kubernetes\.credentials: cannot read ca\.crt"):
         ApiServer("https://127.0.0.1:1", tmp_path).tls()

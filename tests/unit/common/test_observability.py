@@ -120,6 +120,12 @@ def test_a_line_that_was_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
     assert json.loads(told)["lines"] == 2
 
 
+def test_names_of_files_that_are_not_utf_8_are_logged_with_escapes() -> None:
+    done = run("logs.configure('n', 'info')\nLog('n').info('cannot read', path='/m/\\udcff', odd={1})\n")
+    (line,) = [json.loads(each) for each in done.stderr.splitlines()]
+    assert (line["event"], line["path"]) == ("cannot read", "/m/\udcff")
+
+
 def test_a_field_that_cannot_be_shown_is_not_the_callers_problem() -> None:
     done = run(
         "class Odd:\n    def __str__(self):\n        raise ValueError('odd')\n"
@@ -292,6 +298,13 @@ def test_a_failure_is_reported(pipe: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="no such"), StartupReporter(pipe[1], Log("n")):
         raise ValueError("no such weight")
     assert lines(pipe[0]) == [Progress(phase="failed", message="no such weight")]
+    os.close(pipe[0])
+
+
+def test_a_failure_that_names_a_file_is_reported_even_if_the_name_is_not_utf_8(pipe: tuple[int, int]) -> None:
+    with pytest.raises(ModelError), StartupReporter(pipe[1], Log("n")):
+        raise ModelError("cannot read /m/\udcff")
+    assert lines(pipe[0]) == [Progress(phase="failed", message="cannot read /m/\\udcff")]
     os.close(pipe[0])
 
 

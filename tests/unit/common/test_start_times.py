@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,17 @@ def test_work_is_counted_in_the_context_of_its_start() -> None:
         count("file_waits", 2.0)
     count("file_waits", 4.0)
     assert times.fields()["start_file_waits"] == "1 in 2.00 s"
+
+
+def test_a_name_of_the_process_that_is_not_utf_8_does_not_matter() -> None:
+    """The kernel cuts names at 15 bytes, which may be within a character."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"tandem \xc3")
+    try:
+        assert process_age() > 0
+    finally:
+        name.write_bytes(before)
 
 
 def test_the_age_of_a_process_grows() -> None:

@@ -111,6 +111,11 @@ def test_a_file_that_others_can_read_or_that_is_broken_is_not_changed(tmp_path: 
     assert result.exit_code == 2
     assert "chmod 600" in result.stderr
     assert file.read_text() == "[]"
+    file.write_bytes(b"# cl\xe9s\n")
+    result = run("a", file)
+    assert result.exit_code == 2
+    assert "is not text" in result.stderr
+    assert file.read_bytes() == b"# cl\xe9s\n"
 
 
 def test_another_run_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

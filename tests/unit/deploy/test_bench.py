@@ -63,6 +63,10 @@ async def test_time_counts_from_when_a_request_was_due() -> None:
         (OpenAiServer([token("a")]), "the stream ended without [DONE]"),
         (OpenAiServer([*finish(0), DONE]), "an answer without a token"),
         (OpenAiServer(["{"]), "Input data was truncated"),
+        (
+            OpenAiServer(['{"error": "\udcff"}']),
+            "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
     ],
 )
 async def test_failures_are_noted(server: OpenAiServer, error: str) -> None:

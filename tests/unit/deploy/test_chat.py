@@ -248,6 +248,7 @@ async def test_a_piped_question_is_answered_with_text_only() -> None:
         ),
         (OpenAiServer([part(content="a")]), "x", 1, "ended without [DONE]"),
         (OpenAiServer(["{"]), "x", 1, "not a stream of chat events"),
+        (OpenAiServer(['{"error": "\udcff"}']), "x", 1, "not a stream of chat events"),
         (OpenAiServer(), "  ", 2, "is empty"),
         (OpenAiServer(), b"\xff\xfe", 2, "is not UTF-8"),
     ],
@@ -272,6 +273,7 @@ async def test_failures_of_a_pipe(server: OpenAiServer, question: str | bytes, c
         (b"<h1>Bad Gateway</h1>\n", "<h1>Bad Gateway</h1>"),
         (b"[1]", "[1]"),
         (b"\xff" * 2000, "\ufffd" * 1000),
+        (b'{"error": "\xff"}', '{"error": "\ufffd"}'),
     ],
 )
 def test_the_sentence_of_an_error(raw: bytes, sentence: str) -> None:

@@ -22,9 +22,11 @@ parser.add_argument("script")
 parser.add_argument("--status-fd", type=int)
 arguments = parser.parse_args()
 def say(text):
-    os.write(arguments.status_fd, text.encode())
+    os.write(arguments.status_fd, text.encode(errors="surrogateescape"))
 exec(arguments.script)
 """
+# Its message ends within a character.
+BROKEN_TEXT = '{"phase":"failed","message":"\udcc3"}'
 
 
 @pytest.fixture
@@ -62,9 +64,9 @@ def test_progress_is_read_line_by_line(make: Callable[[str], Child], tmp_path: P
     assert (child.progress.phase, child.progress.total) == ("loading", 4)
 
 
-@pytest.mark.parametrize("line", ["", "nonsense", '{"phase":"dancing"}', "[]", "{", "\\xff"])
+@pytest.mark.parametrize("line", ["", "nonsense", '{"phase":"dancing"}', "[]", "{", BROKEN_TEXT])
 def test_a_line_that_is_no_progress_is_passed_over(make: Callable[[str], Child], line: str) -> None:
-    child = make(f"""say('{line}\\n{{"phase":"ready"}}\\n'); time.sleep(600)""")
+    child = make(f"""say({line!r}); say('\\n{{"phase":"ready"}}\\n'); time.sleep(600)""")
     child.start()
     until(lambda: child.read_progress().phase == "ready")
 

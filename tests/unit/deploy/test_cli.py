@@ -285,11 +285,13 @@ def test_status_sees_the_disk_itself(
     assert result.stdout.splitlines()[-2:] == ["problem: another", "problem: /x is read-only"]
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"[]", b""])
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"", b'{"a": "\xff"}'])
 def test_status_of_something_else_on_the_socket(directory: Path, answer: bytes) -> None:
     with Server(directory, answer) as server:
         make_table(directory, server.url)
-        assert run("status", str(directory / "c.yaml")).exit_code == 1
+        result = run("status", str(directory / "c.yaml"))
+    assert result.exit_code == 1
+    assert "does not answer" in result.stdout
 
 
 def test_status_of_a_router_that_does_not_answer(directory: Path) -> None:

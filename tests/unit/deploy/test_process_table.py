@@ -58,9 +58,11 @@ def test_a_missing_table_reads_as_none(tmp_path: Path) -> None:
     assert read_table(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 7}', "\x00\xff"])
-def test_a_file_that_is_no_table_is_ignored(tmp_path: Path, text: str) -> None:
-    table_path(tmp_path).write_text(text)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"supervisor": 7}', b"\x00\xff", b'{"url": "\xc3"}']
+)
+def test_a_file_that_is_no_table_is_ignored(tmp_path: Path, content: bytes) -> None:
+    table_path(tmp_path).write_bytes(content)
     assert read_table(tmp_path) is None
 
 
