@@ -23,6 +23,8 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
@@ -38,6 +40,7 @@ PRELOADED = (
     "pydantic.type_adapter",
     "pydantic.fields",
 )
+TEXT_FORKS = ("-m", "tests.fakes.text_forks")  # spawn process of routers: it forks their text workers
 MAX_BYTES = 65_536  # limit for one order
 
 
@@ -249,7 +252,9 @@ def main() -> None:
     atexit.register(_ending)
     for name in PRELOADED:
         if find_spec(name.partition(".")[0]) is not None:  # newer versions of typer do without pydantic
-            __import__(name)
+            import_module(name)
+    build = import_module("router.build")
+    build.Spawner = partial(build.Spawner, TEXT_FORKS)  # type: ignore[attr-defined]
     # A collection in a fork would visit, and so copy, all that was imported.
     gc.collect()
     gc.freeze()
