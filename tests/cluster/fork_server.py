@@ -255,6 +255,8 @@ def main() -> None:
             import_module(name)
     build = import_module("router.build")
     build.Spawner = partial(build.Spawner, TEXT_FORKS)  # type: ignore[attr-defined]
+    # Huge pages of a fork would be a copy of most of the memory of this process, which takes up to two seconds.
+    import_module("common.huge_pages").SECONDS = 0.0  # type: ignore[attr-defined]
     # A collection in a fork would visit, and so copy, all that was imported.
     gc.collect()
     gc.freeze()
