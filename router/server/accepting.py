@@ -67,9 +67,9 @@ class ConnectionAcceptor:
     def stop_listening(self) -> None:
         """Accept what is pending, then leave the port to other processes that listen there."""
         for listener in self.sockets:
-            with contextlib.suppress(OSError):  # nothing is pending, or nothing can be accepted
-                while True:
-                    self._begin(*listener.accept())
+            with contextlib.suppress(OSError):
+                while listener.fileno() >= 0 and self._accept_one(listener):
+                    pass
         self._leave()
 
     @property
@@ -87,20 +87,28 @@ class ConnectionAcceptor:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept a few connections; the loop calls this again in its next turn while more are pending."""
-        for _ in range(ACCEPTED_PER_TURN):
-            try:
-                connection, address = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in EXHAUSTED:
-                    self._log.warning("cannot accept connections for a moment", reason=str(error))
-                    self._loop.remove_reader(listener)
-                    self._retries[listener] = self._loop.call_later(RETRY_SECONDS, self._watch, listener)
+        try:
+            for _ in range(ACCEPTED_PER_TURN):
+                if not self._accept_one(listener):
                     return
-                # This connection ended before it was accepted.
-                continue
-            self._begin(connection, address)
+        except OSError as error:
+            self._log.warning("cannot accept connections for a moment", reason=str(error))
+            self._loop.remove_reader(listener)
+            self._retries[listener] = self._loop.call_later(RETRY_SECONDS, self._watch, listener)
+
+    def _accept_one(self, listener: socket.socket) -> bool:
+        """Accept a connection, and return False if none is pending. Raises OSError if resources have run out."""
+        try:
+            connection, address = listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
+            # This connection ended before it was accepted.
+            return True
+        self._begin(connection, address)
+        return True
 
     def _begin(self, connection: socket.socket, address: tuple[str, int]) -> None:
         connection.setblocking(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -215,3 +216,30 @@ async def test_a_process_that_leaves_its_port_serves_what_waited_there_and_anoth
                     each.settimeout(PATIENCE)
                     assert await asyncio.to_thread(each.recv, 5) == b"hello"
                 assert [await echoed(address) for _ in range(8)] == [b"hello"] * 8
+
+
+class Aborted(socket.socket):
+    """Listens on a free port of the loopback address; the first of the pending connections has been reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset = True
+        self.bind(("127.0.0.1", 0))
+        self.listen()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.reset:
+            self.reset = False
+            raise ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
+        return super().accept()
+
+
+async def test_a_connection_that_was_reset_takes_no_other_with_it_when_its_process_leaves() -> None:
+    listener = Aborted()
+    with socket.create_connection(listener.getsockname()) as waiting:
+        async with accepting_at(listener) as leaving:
+            leaving.stop_listening()
+            await eventually(lambda: not leaving.opening)
+            waiting.settimeout(PATIENCE)
+            waiting.sendall(b"hello")
+            assert await asyncio.to_thread(waiting.recv, 5) == b"hello"
