@@ -126,7 +126,7 @@ class RouterLink(Generic[M]):
         self._registered_at = 0  # echoes up to this sequence precede the registration
         self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread: threading.Thread | None = None
         self.refused_messages = 0
         self.unsent_messages = 0
 
@@ -154,6 +154,10 @@ class RouterLink(Generic[M]):
         return self._sequence
 
     def start(self) -> None:
+        """Begin to send heartbeats. Raises what the constructor of Dealer does."""
+        identity = self._register.link_id(BEAT).encode()
+        dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security, opens=False)
+        self._thread = threading.Thread(target=self._beat, args=(dealer,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def publish(self, content: HeartbeatContent) -> None:
@@ -213,7 +217,7 @@ class RouterLink(Generic[M]):
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout=self._interval * 4 + 1)
         self._dealer.close()
 
@@ -242,10 +246,9 @@ class RouterLink(Generic[M]):
             self._asked_at = now
             self.send(self._register)
 
-    def _beat(self) -> None:
+    def _beat(self, dealer: Dealer) -> None:
+        """Send heartbeats on a socket that belongs to this thread from now on."""
         incarnation = self._register.node.incarnation
-        identity = self._register.link_id(BEAT).encode()
-        dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security, opens=False)
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1

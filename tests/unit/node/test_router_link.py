@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 import threading
 import time
@@ -138,6 +139,17 @@ class Rig:
         """Return a heartbeat that is sent after this call."""
         made = self.link.heartbeats
         return until(lambda: [beat for beat in self.said(Heartbeat) if beat.sequence > made])[-1]
+
+
+def test_a_node_that_cannot_send_heartbeats_does_not_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would register for ever with a router that hears nothing of it."""
+
+    def exhausted(self: zmq.Socket[bytes], *arguments: object) -> object:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", exhausted)
+    with pytest.raises(zmq.ZMQError, match="Too many open files"):
+        rig.link.start()
 
 
 @pytest.fixture
