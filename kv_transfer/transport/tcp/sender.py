@@ -81,8 +81,15 @@ class TcpPeer(PeerMemory):
                 return
             self._queue.append(write)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-tcp-send", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kv-tcp-send", daemon=True)
+                try:
+                    thread.start()
+                # Too many threads: a later write tries again.
+                except RuntimeError as error:
+                    self.last_error = str(error)
+                    self._fail_all()
+                    return
+                self._thread = thread
         os.eventfd_write(self._wake, 1)
 
     def cancel(self, write: _Write) -> None:

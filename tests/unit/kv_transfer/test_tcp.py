@@ -356,6 +356,21 @@ def test_an_idle_connection_costs_no_work(
     assert len(looks) - before < 10
 
 
+def test_a_write_for_which_there_is_no_thread_fails_and_a_later_one_does_not(
+    receiver: TcpReceiver, sender: TcpSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    peer = attach(sender, receiver)
+    announce(receiver, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert sender.poll(sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.FAILED
+    assert "can't start new thread" in sender.last_error(peer)
+    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+
+
 @pytest.fixture
 def exhausted(monkeypatch: pytest.MonkeyPatch) -> ExhaustedListener:
     """Return the socket on which a receiver will listen."""
