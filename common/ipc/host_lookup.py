@@ -6,6 +6,7 @@ still. A name gives an address and no trust: whoever listens there has to prove 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import threading
@@ -76,7 +77,9 @@ class HostLookup:
         if self._thread is None or not self._thread.is_alive():
             # A daemon, since a process must not wait for a DNS server when it ends.
             self._thread = threading.Thread(target=self._look_up, name="host-lookup", daemon=True)
-            self._thread.start()
+            # Too many threads: the next dial asks again.
+            with contextlib.suppress(RuntimeError):
+                self._thread.start()
 
     def next(self) -> str | None:
         """Return the address to dial now, each time another one of several; None if none is known yet."""

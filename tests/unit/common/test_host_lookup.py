@@ -137,6 +137,23 @@ def test_a_name_that_cannot_be_asked_for_is_not_known(error: Exception) -> None:
     assert lookup.next() is None
 
 
+def test_a_lookup_for_which_there_is_no_thread_is_made_later(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a container counts the threads of all its processes. The thread of the socket goes on."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    names.addresses = ["10.0.0.1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        lookup = HostLookup("tandem-router", "5600")
+        assert lookup.next() is None
+    lookup.ask()
+    assert address(lookup) == "tcp://10.0.0.1:5600"
+
+
 def test_this_host_is_found() -> None:
     assert "127.0.0.1" in resolve("localhost")
 
