@@ -139,8 +139,15 @@ class KernelConnections:
     @contextlib.contextmanager
     def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
         try:
-            found = socket.socket(fileno=os.dup(descriptor))
+            duplicate = os.dup(descriptor)
         except OSError:
+            yield None
+            return
+        try:
+            found = socket.socket(fileno=duplicate)
+        # The number is that of a file by now.
+        except OSError:
+            os.close(duplicate)
             yield None
             return
         with found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -130,6 +131,14 @@ def test_the_kernel_knows_a_connection_by_its_peer() -> None:
         client.settimeout(PATIENCE)
         assert client.recv(1) == b""
     assert connections.peer(descriptor) is None
+
+
+def test_a_descriptor_that_became_something_else_is_looked_at_without_a_trace() -> None:
+    """libzmq has closed the connection, and another part of the process has opened a file."""
+    before = os.listdir("/proc/self/fd")
+    with Path("/dev/null").open() as reused:
+        assert KernelConnections().peer(reused.fileno()) is None
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.fixture
