@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from common.errors import ConfigError, ProtocolError
-from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
+from common.ipc.curve import LinkSecurity, Plain, is_ipv6, is_loopback, is_tcp
 from common.ipc.disconnects import Disconnects, Monitored
 from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, OpenHandshakes
 from common.ipc.inbound_filter import InboundFilter
@@ -183,6 +183,7 @@ class RouterSocket(Channel):
 
     def _bind(self, address: str) -> None:
         if not address.startswith("ipc://"):
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
             self._socket.bind(address)
             return
         file = Path(address.removeprefix("ipc://"))
@@ -350,9 +351,13 @@ def _remove_stale(file: Path) -> None:
     if not file.is_socket():
         raise ConfigError("", f"{file} is in the way and not a socket; remove it or choose another address")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(file))
         except ConnectionRefusedError:
             file.unlink(missing_ok=True)
             return
+        # A process that is stopped accepts nobody, but it goes on later.
+        except BlockingIOError:
+            pass
     raise ConfigError("", f"another process serves {file}; stop it first")

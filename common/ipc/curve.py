@@ -164,6 +164,11 @@ def is_tcp(address: str) -> bool:
     return not address.startswith(("ipc://", "inproc://"))
 
 
+def is_ipv6(address: str) -> bool:
+    """Return whether the address contains an IPv6 address, for which a ZMQ socket has to be prepared."""
+    return "[" in address and is_tcp(address)
+
+
 def is_loopback(address: str) -> bool:
     """Return whether a tcp:// address is a loopback one; False for a name other than localhost."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

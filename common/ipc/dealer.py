@@ -11,7 +11,7 @@ import zmq
 from common.errors import ConfigError, ProtocolError
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, QUEUED_BYTES, Channel, as_part
 from common.ipc.connection_watch import ConnectionWatch
-from common.ipc.curve import LinkSecurity, Plain, is_tcp
+from common.ipc.curve import LinkSecurity, Plain, is_ipv6, is_tcp
 from common.ipc.host_lookup import Host, host_of
 from common.ipc.routes import dial_id
 from common.ipc.session import PACK, Frame, FrameKind, Session, read_header, unpack
@@ -191,6 +191,7 @@ class Dealer(Channel):
         self.dials += 1
         self._dialled = address
         self._socket.setsockopt(zmq.IDENTITY, dial_id(self._identity))
+        self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
         self._socket.connect(address)
 
     def _tend(self, now: float) -> None:

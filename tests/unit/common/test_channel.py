@@ -488,6 +488,26 @@ def test_the_socket_of_a_living_process_is_not_taken(context: Context, directory
     assert dealer.send(b"y")
 
 
+def test_the_socket_of_a_stopped_process_is_not_taken(context: Context, directory: Path) -> None:
+    """It accepts nobody any longer, so one more connection would have to wait for it."""
+    file = directory / "r.sock"
+    with closing(socket.socket(socket.AF_UNIX)) as stopped, closing(socket.socket(socket.AF_UNIX)) as waiting:
+        stopped.bind(str(file))
+        stopped.listen(0)
+        waiting.connect(str(file))
+        with pytest.raises(ConfigError, match="another process serves"):
+            RouterSocket(context, f"ipc://{file}")
+    assert file.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_links_over_ipv6(context: Context) -> None:
+    router, dealer = pair(context, "tcp://[::1]:*")
+    assert router.address.startswith("tcp://[::1]:")
+    assert router.send(b"peer", b"back")
+    assert until(dealer.drain) == [b"back"]
+
+
 def test_a_directory_that_cannot_be_written_to_is_one_sentence(
     context: Context, small_disk: FullDisk
 ) -> None:
