@@ -29,6 +29,7 @@ from common.errors import HandshakeRefused
 from common.exhaustion import EXHAUSTED, RETRY_SECONDS
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
+from kv_transfer.transport.tcp.listener import listening_socket
 
 GRACE: Final = 2.0  # seconds after which writes of the dead process's kernel and network card have landed
 _CONNECT_SECONDS: Final = 2.0
@@ -61,8 +62,7 @@ class LivenessListener:
     """Receiving side: listens on host:port (0: any). A thread authenticates connections and detects their end."""
 
     def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._listener = socket.create_server((host, port), backlog=128)
-        self._listener.setblocking(False)
+        self._listener = listening_socket(host, port)
         self._host = host
         self._port = int(self._listener.getsockname()[1])
         self._clock = clock

@@ -21,6 +21,7 @@ from kv_transfer.transport.host_rows import scatter
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame, Violation
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
+from kv_transfer.transport.tcp.listener import listening_socket
 from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read at once under the lock: bounds how long `revoke` waits
@@ -66,8 +67,7 @@ class TcpReceiver(ReceiverEndpoint):
         self.dropped: Counter[str] = Counter()  # connections by cause
         self._limits = limits or TransferLimits()
         self._clock = clock
-        self._listener = socket.create_server((host, port), backlog=128)
-        self._listener.setblocking(False)
+        self._listener = listening_socket(host, port)
         self._host = advertise or host
         self._port = int(self._listener.getsockname()[1])
         self._windows = Windows()

@@ -61,7 +61,7 @@ def test_descriptors_that_run_out_are_waited_for_without_work(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener = ExhaustedListener()
-    monkeypatch.setattr(socket, "create_server", lambda where, backlog: listener)
+    monkeypatch.setattr(socket, "create_server", lambda where, **options: listener)
     with closing(LivenessListener("127.0.0.1", 0, clock)) as keeper, closing(LivenessConnections()) as lines:
         for _ in range(5):
             keeper.poll()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -375,7 +376,7 @@ def test_a_write_for_which_there_is_no_thread_fails_and_a_later_one_does_not(
 def exhausted(monkeypatch: pytest.MonkeyPatch) -> ExhaustedListener:
     """Return the socket on which a receiver will listen."""
     made = ExhaustedListener()
-    monkeypatch.setattr(socket, "create_server", lambda where, backlog: made)
+    monkeypatch.setattr(socket, "create_server", lambda where, **options: made)
     return made
 
 
@@ -397,6 +398,17 @@ def test_descriptors_that_run_out_are_waited_for_without_work(
         exhausted.exhausted = False
         clock.now += RETRY_SECONDS
         assert peer.recv(4) == tcp_frames.CHALLENGE_MAGIC
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_pages_over_ipv6(sender: TcpSender) -> None:
+    with closing(TcpReceiver("::1", 0, SMALL)) as receiver:
+        receiver.allocate(Region.KV, LAYOUT.total_bytes)
+        receiver.allocate(Region.RECORDS, 4 * 64)
+        receiver.open(LAYOUT, 64)
+        peer = attach(sender, receiver)
+        announce(receiver, 1)
+        assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
 
 
 def test_strangers_are_bounded(
