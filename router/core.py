@@ -14,7 +14,7 @@ from router.nodes.draining_decode import DrainingDecode
 from router.nodes.event_reader import EventReader
 from router.nodes.health import NodeHealth
 from router.nodes.operator_orders import OperatorOrders
-from router.nodes.outbox import SendAll
+from router.nodes.outbox import Outbox, SendAll
 from router.nodes.placer import Placer
 from router.nodes.profiles import NodeProfiles
 from router.nodes.registry import Node, NodeRegistry
@@ -65,7 +65,7 @@ def assemble_core(
     """Bind the control socket and compose what runs requests.
 
     Args:
-        wrap: returns what the dispatcher sends messages to nodes through; by default the control socket itself.
+        wrap: returns what messages about requests are sent to nodes through; by default the control socket itself.
     """
     log, clock = observation.log, observation.clock
     control = ControlPlane(
@@ -77,6 +77,8 @@ def assemble_core(
         link.queued_bytes,
         nodes.registration,
     )
+
+    send_all = wrap(control.send_all)
 
     def on_lost(node: Node, reason: str) -> None:
         dispatcher.node_lost(node, reason)
@@ -97,7 +99,7 @@ def assemble_core(
         on_change,
         ReturnWatch(nodes.configured, nodes.return_window, clock),
     )
-    draining = DrainingDecode(registry, control.send)
+    draining = DrainingDecode(registry, Outbox(send_all).post)
     orders = OperatorOrders(
         NodeProfiles(registry, control.send), RoleChanges(registry, control.send, clock, log)
     )
@@ -115,7 +117,7 @@ def assemble_core(
     dispatcher = Dispatcher(
         registry,
         placer,
-        wrap(control.send_all),
+        send_all,
         dispatching.limits,
         metrics,
         log,

@@ -6,17 +6,19 @@ prefill node decides, since only it knows which prompts have begun; those that i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common.messages.node_inbox import PeerDraining
-from router.nodes.outbox import Send
 from router.nodes.registry import Node, NodeRegistry
 
 
 class DrainingDecode:
     """Tells prefill nodes once of each decode node that drains, as soon as another one takes requests."""
 
-    def __init__(self, registry: NodeRegistry, send: Send) -> None:
+    def __init__(self, registry: NodeRegistry, post: Callable[[Node, PeerDraining], None]) -> None:
+        """`post` sends a message to a node, and repeats that while the node cannot be reached."""
         self._registry = registry
-        self._send = send
+        self._post = post
         self._notified: set[str] = set()  # incarnations
 
     def nodes_changed(self) -> None:
@@ -36,4 +38,4 @@ class DrainingDecode:
     def _notify(self, node: Node) -> None:
         for other in self._registry:
             if other.role == "prefill":
-                self._send(other.routing_id, PeerDraining(incarnation=node.incarnation))
+                self._post(other, PeerDraining(incarnation=node.incarnation))

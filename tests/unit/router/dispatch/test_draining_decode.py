@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from common.messages.decode_inbox import Reserve
@@ -11,6 +12,7 @@ from common.messages.identity import NodeState
 from common.messages.node_inbox import Abort, PeerDraining
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed
+from router.nodes import outbox
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import eventually
@@ -45,6 +47,28 @@ async def test_a_prompt_that_its_node_gives_back_is_placed_on_another_pair(says:
         await client.done()
         assert (client.ids, client.finish, client.error) == ([50, 51], "stop", None)
         rig.nothing_left()
+
+
+async def test_a_prefill_node_that_could_not_be_reached_is_told_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    refused: list[str] = []
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        await rig.node("decode", "decode-1")
+        send = rig.send
+
+        def refuse_once(peer: str, message: msgspec.Struct) -> bool:
+            if isinstance(message, PeerDraining) and not refused:
+                refused.append(peer)
+                return False
+            return send(peer, message)
+
+        rig.send = refuse_once
+        await shows(rig, decode, "draining")
+        assert await prefill.expect(PeerDraining) == PeerDraining(incarnation=decode.ref.incarnation)
+        assert len(refused) == 1
 
 
 async def test_nothing_is_given_back_while_no_other_node_can_take_it() -> None:
