@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,39 +36,33 @@ ProcessOption = Annotated[
 THREADS = 6
 
 
-async def _serve(
-    resolved: Resolved,
-    process: RouterProcess,
-    reporter: StartupReporter,
-    log: Log,
-    starting: contextlib.ExitStack,
-) -> None:
-    """Run a router until it has drained. Closes `starting` once it is ready."""
-    app = build(resolved, process, log)
+async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupReporter, log: Log) -> None:
+    """Run a router until it has drained."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS, "router"))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    # nohup sets SIGHUP to be ignored: keep it so.
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     try:
-        await app.start()
-        prepare_heap()
-        log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
-        # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
-        # close theirs themselves; an abandoned one is still closed, by the other hook.
-        sys.set_asyncgen_hooks(firstiter=None)
-        collectors = [
-            loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
-            loop.create_task(collect_young(lambda: app.generating)),
-        ]
-        reporter.report("ready")
-        starting.close()
+        # This task both enters and leaves the watch, which sets a context variable.
+        with reporter.watched(resolved.cluster.health.start_hang_timeout):
+            app = build(resolved, process, log)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop.set)
+            # nohup sets SIGHUP to be ignored: keep it so.
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                loop.add_signal_handler(signal.SIGHUP, app.http.reload)
+            await app.start()
+            prepare_heap()
+            log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
+            # The loop would keep each async generator in a set of weak references, to close it when the loop ends.
+            # Handlers close theirs themselves; an abandoned one is still closed, by the other hook.
+            sys.set_asyncgen_hooks(firstiter=None)
+            collectors = [
+                loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
+                loop.create_task(collect_young(lambda: app.generating)),
+            ]
+            reporter.report("ready")
         await stop.wait()
     except BaseException:
-        starting.close()
         end_within(END_SECONDS)
         raise
     end_within(resolved.cluster.health.drain_timeout + END_SECONDS)
@@ -90,9 +83,7 @@ def main(
     """Run a router until SIGTERM or SIGINT asks it to drain."""
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
-        with contextlib.ExitStack() as starting:
-            starting.enter_context(reporter.watched(resolved.cluster.health.start_hang_timeout))
-            uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log, starting))
+        uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log))
 
     run_process(router_name(process), cluster, set_, status_fd, body)
 
