@@ -17,10 +17,10 @@ from router.apis.messages_blocks import (
     content_parts,
     given_parts,
 )
-from router.requests.chat_fields import EFFORTS
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+from router.requests.reasoning_fields import EFFORTS
 
 # Names in refusals: field of the chat -> field of the client's request.
 NAMES = {

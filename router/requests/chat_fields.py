@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
+from router.requests.reasoning_fields import EFFORTS, Effort, ReasoningSwitch, ThinkingSwitch
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20  # JSON text of all tools
@@ -17,9 +18,6 @@ MAX_DEPTH = 32  # nesting of a tool's parameters
 MAX_VALUES = 50_000  # in the parameters of all tools
 MAX_CALLS = 128  # in one message
 MAX_VARIABLE_LENGTH = 1024  # characters of one value in chat_template_kwargs
-# A name, or in chats, as in SGLang, a number below 1.
-Effort = str | Annotated[float, Meta(ge=0, lt=1)]
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _PARAMETERS = "parameters"
 CUSTOM_REMEDY = "this server calls only functions: declare one whose parameters are an object with one string"
@@ -69,15 +67,6 @@ class ChatToolChoice(msgspec.Struct, frozen=True):
     type: str = "function"
     function: ChosenFunction | None = None
     allowed_tools: AllowedTools | None = None
-
-
-class ReasoningSwitch(msgspec.Struct, frozen=True):
-    """The switches of reasoning in one object, as SGLang takes them."""
-
-    effort: Effort | None = None  # before reasoning_effort
-    enabled: bool | None = None  # sets enable_thinking and thinking
-    max_tokens: int | None = None  # OpenRouter's name for thinking_token_budget
-    exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -204,8 +193,9 @@ def template_variables(
     effort: Effort | None,
     allowed: frozenset[str],
     reasoning: ReasoningSwitch | None = None,
+    thinking: ThinkingSwitch | None = None,
 ) -> dict[str, Any]:
-    """Check `chat_template_kwargs`, `reasoning_effort` and `reasoning`. Return the variables that the template gets."""
+    """Check the fields that set variables of the chat template, and return the variables."""
     variables: dict[str, Any] = {}
     enabled, field = None, "reasoning_effort"
     if reasoning is not None:
@@ -219,6 +209,8 @@ def template_variables(
             )
         thinks = effort != "none"
         variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if thinking is not None:
+        enabled = thinking.type == "enabled"
     if enabled is not None:
         variables |= {"enable_thinking": enabled, "thinking": enabled}
     for name, value in (given or {}).items():

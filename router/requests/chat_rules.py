@@ -116,6 +116,7 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
             request.reasoning_effort,
             style.template_variables,
             request.reasoning,
+            request.thinking,
         ),
         ReasoningRules(
             separated=reasons and request.separate_reasoning is not False,

@@ -16,10 +16,11 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROB_IDS
-from router.requests.chat_fields import ChatToolChoice, Effort, Identity, ReasoningSwitch, Tool, ToolCall
+from router.requests.chat_fields import ChatToolChoice, Identity, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
 from router.requests.read_constraint import read_constraint, with_schema_texts
+from router.requests.reasoning_fields import Effort, ReasoningSwitch, ThinkingSwitch
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -166,6 +167,7 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
+    thinking: ThinkingSwitch | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
     stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
@@ -390,8 +392,6 @@ def without_addresses(messages: Sequence[Message]) -> list[Message]:
 _PROMPT_KINDS = (
     "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 )
-
-
 _INTS = frozenset((int,))
 
 

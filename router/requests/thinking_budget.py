@@ -32,8 +32,11 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
     given = {"thinking_token_budget": request.thinking_token_budget}
     if request.custom_params is not None:
         given["custom_params.thinking_budget"] = request.custom_params.thinking_budget
-    if isinstance(request, ChatRequest) and request.reasoning is not None:
-        given["reasoning.max_tokens"] = request.reasoning.max_tokens
+    if isinstance(request, ChatRequest):
+        if request.reasoning is not None:
+            given["reasoning.max_tokens"] = request.reasoning.max_tokens
+        if request.thinking is not None:
+            given["thinking.budget_tokens"] = request.thinking.budget_tokens
     budgets = list[Budget]()
     for field, tokens in given.items():
         if tokens is None or tokens == NO_LIMIT:

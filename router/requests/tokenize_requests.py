@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.requests.chat_fields import ChatToolChoice, Effort, Tool
+from router.requests.chat_fields import ChatToolChoice, Tool
 from router.requests.openai_schema import MAX_MESSAGES, Message, Text
+from router.requests.reasoning_fields import Effort
 
 MAX_TEXTS = 1024  # in one request
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequest
-from router.requests.chat_fields import ReasoningSwitch, Tool, check_tools, template_tools, template_variables
+from router.requests.chat_fields import Tool, check_tools, template_tools, template_variables
 from router.requests.openai_schema import Message
+from router.requests.reasoning_fields import ReasoningSwitch, ThinkingSwitch
 from router.templates.chat_template import ChatTemplate
 from tests.unit.router.chat.wire_formats import TOOLS
 from tests.unit.router.conftest import TINY
@@ -127,6 +128,11 @@ def test_effort_decides_about_thinking_unless_the_client_does() -> None:
     }
     assert template_variables({"enable_thinking": True}, None, allowed, one_object)["enable_thinking"] is True
     assert template_variables(None, "high", allowed, ReasoningSwitch())["reasoning_effort"] == "high"
+    off = {"enable_thinking": False, "thinking": False}
+    given = ReasoningSwitch(enabled=True), ThinkingSwitch("disabled")
+    assert template_variables(None, None, allowed, *given) == off
+    on = template_variables(None, None, allowed, one_object, ThinkingSwitch("enabled"))
+    assert on["enable_thinking"] is on["thinking"] is True
     for effort in (0, 0.25):
         thinking = {"enable_thinking": True, "thinking": True}
         assert template_variables(None, effort, allowed) == {"reasoning_effort": effort, **thinking}

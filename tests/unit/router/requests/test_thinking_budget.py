@@ -62,6 +62,8 @@ def limit(rig: Rig) -> ThinkingLimit | None:
         (CHAT, {"thinking_token_budget": 7}, 7),
         (CHAT, {"custom_params": {"thinking_budget": 7}}, 7),
         (CHAT, {"reasoning": {"max_tokens": 7}}, 7),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+        (CHAT, {"thinking": {"type": "enabled"}}, None),
         (CHAT, {"thinking_token_budget": 9, "custom_params": {"thinking_budget": 7}}, 7),
         (CHAT, {"thinking_token_budget": 0, "stream": True}, 0),
         (CHAT, {"thinking_token_budget": -1}, None),
@@ -145,6 +147,9 @@ async def test_markers_of_several_tokens_in_the_prompt(
         (CHAT, {"custom_params": {"thinking_budget": -2}}, "custom_params.thinking_budget"),
         (CHAT, {"custom_params": {"other": 1}}, "custom_params"),
         (CHAT, {"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens"),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
+        (CHAT, {"thinking": {"type": "adaptive"}}, "thinking.type"),
+        (CHAT, {"thinking": {"type": "enabled", "clear_thinking": False}}, "thinking"),
         (TEXT, {"thinking_token_budget": 7, "allowed_token_ids": [5]}, "allowed_token_ids"),
         (
             GENERATE,

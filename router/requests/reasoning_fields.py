@@ -1,0 +1,28 @@
+"""The fields of chats that switch and limit reasoning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+# A name, or in chats, as in SGLang, a number below 1.
+Effort = str | Annotated[float, Meta(ge=0, lt=1)]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class ReasoningSwitch(msgspec.Struct, frozen=True):
+    """The switches of reasoning in one object, as SGLang takes them."""
+
+    effort: Effort | None = None  # before reasoning_effort
+    enabled: bool | None = None  # sets enable_thinking and thinking
+    max_tokens: int | None = None  # OpenRouter's name for thinking_token_budget
+    exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
+
+
+class ThinkingSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The switch of reasoning as clients of DeepSeek send it."""
+
+    type: Literal["enabled", "disabled"]  # before reasoning.enabled
+    budget_tokens: int | None = None  # as thinking_token_budget
