@@ -135,10 +135,13 @@ def llava_language(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     outer = {
         key: raw[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+        for key in ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
         if raw.get(key) is not None
     }
-    return {**LANGUAGE_DEFAULTS.get(architecture, {}), **outer, **text, "architectures": [architecture]}
+    # Either config may tie the head, as in transformers.
+    tied = any(flag(part, "tie_word_embeddings", where) for part in (raw, text))
+    own = {"architectures": [architecture], "tie_word_embeddings": tied}
+    return {**LANGUAGE_DEFAULTS.get(architecture, {}), **outer, **text, **own}
 
 
 def parse_llava(raw: Mapping[str, Any], where: str) -> LlavaVision:

@@ -17,7 +17,7 @@ import transformers
 from transformers.activations import ACT2FN
 
 from common.checkpoint.families import FAMILIES
-from common.checkpoint.llava_config import LANGUAGE_DEFAULTS, LANGUAGE_MODELS
+from common.checkpoint.llava_config import LANGUAGE_DEFAULTS, LANGUAGE_MODELS, llava_language
 from common.checkpoint.model_config import ACTIVATIONS, ModelConfig
 from common.checkpoint.qwen_vl_config import LANGUAGE_DEFAULTS as QWEN_VL_DEFAULTS
 from common.checkpoint.rope_config import RopeConfig
@@ -119,6 +119,14 @@ def test_a_text_config_of_llava_leaves_out_sizes(kind: str) -> None:
     made = transformers.AutoConfig.for_model(kind)
     for key, value in LANGUAGE_DEFAULTS[LANGUAGE_MODELS[kind]].items():
         assert getattr(made, key) == value, key
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True), (False, False), (None, True)])
+def test_either_config_of_llava_ties_the_head(outer: bool | None, inner: bool) -> None:
+    values = {} if outer is None else {"tie_word_embeddings": outer}
+    raw = {**values, "text_config": {"model_type": "llama", "tie_word_embeddings": inner}}
+    theirs: Any = transformers.LlavaConfig(**copy.deepcopy(raw))
+    assert llava_language(raw, "config.json")["tie_word_embeddings"] is theirs.tie_word_embeddings
 
 
 def test_values_that_qwen_vl_leaves_out() -> None:
