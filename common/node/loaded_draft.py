@@ -28,6 +28,7 @@ class DraftParts:
     target: CausalLM  # provides the parts that the draft does not have itself
     placement: Placement
     topk: int
+    max_tokens: int | None = None  # of a request; None: as many as the draft model allows
 
 
 class LoadedDraft(Protocol):
@@ -91,6 +92,7 @@ def load_language_model(parts: DraftParts) -> ModelDraft:
         parts.path,
         dtype,
         parts.placement.device,
+        max_tokens=parts.max_tokens,
         ranks=parts.placement.ranks,
         quantization=parts.config.model.weights.quantization,
     )

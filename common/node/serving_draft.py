@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.checkpoint.draft_config import DraftConfig, draft_fingerprint, proposals_for
@@ -47,12 +47,20 @@ def load_serving_draft(
     topk: int,
     target: CausalLM,
     placement: Placement,
+    max_tokens: int | None = None,
 ) -> ServingDraft:
-    """Load the draft, share the target's embedding and head with it, and compare real widths with its config."""
+    """Load the draft, share the target's embedding and head with it, and compare real widths with its config.
+
+    Args:
+        max_tokens: as in `DraftParts`.
+    """
+    config = replace(config, model=config.model.for_length(max_tokens))
     directory = algorithm(config.algorithm).directory
     assert directory is not None
     _check_takes_embeds(path, config, directory, target)
-    loaded: LoadedDraft = named(directory.model)(DraftParts(path, config, target, placement, topk))
+    loaded: LoadedDraft = named(directory.model)(
+        DraftParts(path, config, target, placement, topk, max_tokens)
+    )
     fingerprint = draft_fingerprint(path, config, steps, topk)
     return ServingDraft(loaded, config, fingerprint, draft_shape(config, topk, placement))
 

@@ -240,7 +240,9 @@ def load_serving_model(
             "model.max_model_len",
             f"{wanted} is more than the model's {config.max_position_embeddings} positions",
         )
-    page_size, longest = plan.page_size, wanted or config.max_position_embeddings
+    # All nodes of a cluster have the same value, whatever their pools hold.
+    max_tokens = wanted or config.max_position_embeddings
+    page_size, longest = plan.page_size, max_tokens
     num_pages = TRIAL_PAGES
     if budget.tokens is not None:
         if device.type == "cpu":
@@ -253,7 +255,7 @@ def load_serving_model(
     if loaded is None and draft_config is not None and speculation.draft_path is not None:
         draft_path = Path(speculation.draft_path)
         draft = load_serving_draft(
-            draft_path, draft_config, speculation.steps, speculation.topk, model, placement
+            draft_path, draft_config, speculation.steps, speculation.topk, model, placement, max_tokens
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     served = ServingModel(
