@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,11 +169,12 @@ class Conversation:
 
 def image_url(path: Path) -> str:
     """Return an image file as a data URL. Raises ConfigError."""
+    file = Path(os.path.expanduser(path))
     try:
-        data = path.expanduser().read_bytes() if path.expanduser().stat().st_size <= MAX_IMAGE_BYTES else b""
+        data = file.read_bytes() if file.stat().st_size <= MAX_IMAGE_BYTES else b""
         if not data:
             raise ConfigError(str(path), f"is empty or has more than {MAX_IMAGE_BYTES >> 20} MiB")
-        with Image.open(path.expanduser()) as image:
+        with Image.open(file) as image:
             kind = Image.MIME[image.format or ""]
     except (UnidentifiedImageError, KeyError):
         raise ConfigError(str(path), "is not an image") from None

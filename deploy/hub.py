@@ -18,6 +18,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -58,7 +59,10 @@ def find_snapshot(name: str, revision: str | None, say: Say, check: Check = Mode
 
 
 def _cached(name: str, revision: str | None) -> Snapshot | None:
-    file = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    try:
+        file = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError as error:
+        raise ConfigError("", f"the hub has no such names: {error}") from error
     return _snapshot(Path(file).parent) if isinstance(file, str) else None
 
 

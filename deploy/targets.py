@@ -49,11 +49,14 @@ def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:
     """Return the cluster file or the model that `text` names. Raises ConfigError, with `remedy`, if it is neither."""
     if "://" in text:
         raise ConfigError("", f"a URL names no cluster; use {remedy}; deploy/top shows a server by its URL")
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _of_directory(text, path)
-    if path.exists() or text.endswith((".yaml", ".yml")):
-        return path
+    path = Path(os.path.expanduser(text))
+    try:
+        if path.is_dir():
+            return _of_directory(text, path)
+        if path.exists() or text.endswith((".yaml", ".yml")):
+            return path
+    except OSError as error:
+        raise ConfigError("", f"cannot read {path}: {error.strerror or error}") from error
     if NAME.fullmatch(text):
         return ModelTarget(text, text, f"hub:{text}", None)
     raise ConfigError("", f"no such file or directory; use {remedy}")

@@ -87,6 +87,11 @@ def test_images_go_with_the_next_question_only(tmp_path: Path) -> None:
     assert conversation.messages == [system]
 
 
+def test_the_home_of_a_user_who_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        image_url(Path("~nobody-of-this-host/a.png"))
+
+
 @pytest.mark.parametrize(("content", "problem"), [(b"text", "is not an image"), (b"", "is empty")])
 def test_files_that_are_no_images_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "a.png"

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from common.checkpoint.model_files import INDEX, SINGLE
+from common.errors import ConfigError
+from deploy.hub import find_snapshot
 from tests.architecture.source_tree import ROOT
 from tests.fakes.hub_server import COMMIT, OLDER, HubServer, running
 from tests.fakes.waiting import PATIENCE
@@ -90,6 +92,12 @@ async def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     # The hub has ended.
     assert found(await ask(tmp_path, hub.url, HF_HUB_OFFLINE="1")) == first
     assert found(await ask(tmp_path, hub.url, revision=COMMIT)) == first
+
+
+@pytest.mark.parametrize("name", ["acme/a--b", "acme/a..b", "acme/a.git"])
+def test_a_name_that_the_hub_cannot_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}'"):
+        find_snapshot(name, None, print)
 
 
 async def test_a_revision_pins(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_a_target_that_is_neither_is_refused_with_the_valid_ones(text: str) -> N
     assert "ORG/NAME" in said
 
 
+def test_a_path_that_cannot_be_looked_up_is_refused_with_the_reason() -> None:
+    assert "File name too long" in refusal("x" * 300)
+    assert "no such file or directory" in refusal("~nobody-of-this-host/model")
+
+
 def test_a_directory_of_cluster_files_names_one(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text("model: {path: m}\n")
