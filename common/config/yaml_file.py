@@ -14,8 +14,9 @@ import yaml
 from common.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
-# SafeLoader's constructors raise these too: 2024-13-45, !!bool maybe, !!timestamp soon, brackets without end.
-_UNREADABLE = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
+# SafeLoader's constructors raise these too: 2024-13-45, !!bool maybe, !!int '', !!timestamp soon, !!map [a], brackets
+# without end.
+_UNREADABLE = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 BOOL = "tag:yaml.org,2002:bool"

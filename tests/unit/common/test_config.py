@@ -594,6 +594,8 @@ def test_duplicate_keys_name_both_lines(tmp_path: Path, text: str, key: str, lin
         "model: {path: !!timestamp soon}\n",
         "model: {path: !!bool maybe}\n",
         "model: {path: !!int x}\n",
+        "model: {path: !!int ''}\n",
+        "model: !!map [a]\n",
         "model: &a\n  path: m\nrouter:\n  <<: *a\n",
         "\tmodel: m\n",
         "model: \x00\n",
