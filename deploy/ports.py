@@ -6,6 +6,7 @@ would give each of them some of the connections.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import sys
@@ -168,7 +169,9 @@ def _user_of(inodes: set[str]) -> _User | None:
 
 def _open_files(process: Path) -> set[str]:
     """Return what the descriptors of a process refer to; nothing for those of other users."""
-    try:
-        return {str(each.readlink()) for each in (process / "fd").iterdir()}
-    except OSError:
-        return set()
+    found = set()
+    with contextlib.suppress(OSError):
+        for each in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                found.add(str(each.readlink()))
+    return found

@@ -88,6 +88,13 @@ def test_another_process_is_named(load: Load, host: str) -> None:
         check_ports(load(port=port, host="127.0.0.2"), lambda: False)
 
 
+def test_a_process_that_closes_files_meanwhile_is_named(load: Load) -> None:
+    """This process closes the descriptor with which it lists its own before it reads where they lead to."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
+            check_ports(load(port=taken.getsockname()[1]), lambda: False)
+
+
 def test_other_ports_are_checked_too(load: Load) -> None:
     with held_port() as held, listener("--cluster", "o.yaml") as (_, port):
         address, own = f"tcp://127.0.0.1:{port}", held.getsockname()[1]
