@@ -7,7 +7,6 @@ Exit codes: 0 success, 1 failed, 2 refused, 3 not running. For `status`: 0 every
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -148,8 +147,7 @@ def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides 
     if table is None:
         _end_launched(resolved, _run_dir(cluster, resolved))
         return
-    with contextlib.suppress(ProcessLookupError):  # it has just exited
-        os.kill(table.supervisor.pid, signal.SIGTERM)
+    table.supervisor.send(signal.SIGTERM)
     timeout = 2 * resolved.cluster.health.drain_timeout + 20
     deadline = time.monotonic() + timeout
     while table.supervisor.alive:

@@ -224,8 +224,10 @@ class Supervisor:
             descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
                 os.close(descriptor)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise self._already_running(read_table(self._run_dir)) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):

@@ -324,12 +324,14 @@ def test_status_of_a_cluster_from_the_launch_scripts(
 def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_table(directory, "http://127.0.0.1:9")
 
-    def kill(pid: int, number: int) -> None:
-        assert number == signal.SIGTERM
-        raise ProcessLookupError
+    """Its pid may belong to another process by now, which gets no signal."""
 
-    monkeypatch.setattr(os, "kill", kill)
-    answers = iter([True, False])
+    def send(target: int, number: int) -> None:
+        raise AssertionError(f"signal {number} was sent")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", send)
+    monkeypatch.setattr(os, "kill", send)
+    answers = iter([True, False, False])
     monkeypatch.setattr(Entry, "alive", property(lambda self: next(answers)))
     result = run("down", str(directory / "c.yaml"))
     assert (result.exit_code, flat(result).strip()) == (0, "stopped")
@@ -413,6 +415,19 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 1
     first.stop()
+
+
+def test_a_file_system_without_locks_is_no_running_cluster(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("deploy.supervisor.fcntl.flock", refuse)
+    before = open_descriptors()
+    with pytest.raises(ConfigError, match=r"process\.run_dir: .*No locks available"):
+        supervisor(directory)
+    assert open_descriptors() == before
 
 
 def test_a_running_cluster_whose_lock_was_removed_is_not_disturbed(directory: Path) -> None:
