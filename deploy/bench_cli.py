@@ -44,6 +44,7 @@ from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import Replay
 from deploy.load_generator.summary import Limits, percent
 from deploy.openai_client import Unreachable
+from deploy.result_file import check_result_file
 
 OPEN_LOOP_SECONDS = 60.0
 PREFIX_TOKENS = 256
@@ -234,10 +235,8 @@ class Files:
         if self.svg is not None:
             check_matplotlib()
         for file in (self.json, self.svg):
-            if file is not None and file.is_dir():
-                raise ConfigError(str(file), "is a folder, not a file")
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ConfigError(str(file), f"there is no folder {file.absolute().parent}")
+            if file is not None:
+                check_result_file(file)
 
 
 def _search(options: BenchOptions, api_keys: Sequence[str | None], files: Files, out: Console) -> int:

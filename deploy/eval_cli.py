@@ -28,6 +28,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from common.errors import ConfigError
 from deploy.openai_client import (
     CONNECT_SECONDS,
     BadAnswer,
@@ -37,6 +38,7 @@ from deploy.openai_client import (
     call,
     first_model,
 )
+from deploy.result_file import check_result_file
 from deploy.tiny_models.prompts import SHOT_END, chat_messages, few_shot_prompt
 from deploy.tiny_models.vision.questions import Question, questions
 from deploy.tiny_models.vision.questions import is_right as is_right_about
@@ -307,8 +309,13 @@ def run(
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
+        if json_file is not None:
+            check_result_file(json_file)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             report = asyncio.run(evaluate(settings, progress))
+    except ConfigError as error:
+        typer.echo(f"deploy/eval: {error}", err=True)
+        raise typer.Exit(2) from None
     except Unreachable as error:
         typer.echo(f"deploy/eval: {error}. Is the server running?", err=True)
         raise typer.Exit(2) from None

@@ -168,6 +168,15 @@ async def test_a_slow_server_meets_a_deadline(server: FakeServer, invoke: Invoke
     assert "did not answer in time" in result.stderr
 
 
+async def test_a_report_that_cannot_be_written_is_refused_before_anything_is_asked(
+    server: FakeServer, invoke: Invoke, tmp_path: Path
+) -> None:
+    result = await invoke(server.url, "--json", tmp_path / "none" / "report.json")
+    assert result.exit_code == 2
+    assert f"there is no folder {tmp_path / 'none'}" in result.stderr
+    assert server.bodies == []
+
+
 async def test_a_missing_server_is_reported(invoke: Invoke) -> None:
     with socket.socket() as deaf:  # holds its port, so that no other process listens there
         deaf.bind(("127.0.0.1", 0))
