@@ -1,6 +1,6 @@
 # Sourced by the scripts beside it: where the checkout is, which Python runs it, and what every process needs set.
 # TANDEM_PYTHON names an interpreter that has tandem's packages already; then nothing is installed.
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -z "${TANDEM_PYTHON:-}" ]; then
     "$root/deploy/setup"
 fi

@@ -52,6 +52,13 @@ def test_without_one_its_own_environment_is_set_up_first(checkout: Path, script:
     assert all(line.startswith("own ") for line in said[1:]), said
 
 
+def test_folders_that_the_shell_searches_for_cd_do_not_matter(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout.parent)
+    assert _run(Path("deploy/down"), CDPATH=".")[0] == "installed"
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there: bool) -> None:
     """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
@@ -190,6 +197,15 @@ def test_without_a_gpu_the_cpu_build_is_taken_and_reported(tmp_path: Path, uv: b
     assert (fresh.root / ".venv" / ".tandem").exists()
     fresh.asked.unlink()
     assert fresh.run() == ("", [])  # up to date
+
+
+def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
+    """A run that was interrupted leaves one."""
+    fresh = Fresh(tmp_path, uv=False, answers=True)
+    _script(fresh.root / ".venv" / "bin" / "python", "exit 1")
+    _, asked = fresh.run()
+    assert f"python3.12 -m venv {fresh.root}/.venv" in asked
+    assert torch_line(asked).startswith("python -m pip install")
 
 
 @NO_GPU
