@@ -68,7 +68,11 @@ class AllowList:
             names: dict[str, str] = {}
             shared: set[str] = set()
             for name, file in self._files.items():
-                key = _public_key(file) if stamps[name] is not None else None
+                try:
+                    key = _public_key(file) if stamps[name] is not None else None
+                except OSError:
+                    # As without a free descriptor. The next check finds another stamp, and reads the file again.
+                    key = stamps[name] = None
                 if key is None:
                     continue
                 if key in names:
@@ -87,9 +91,12 @@ def _stamp(file: Path) -> _Stamp:
 
 
 def _public_key(file: Path) -> str | None:
-    """Return the key; None for a file that is being replaced or is not a key file, whose key is not admitted."""
+    """Return the key; None for a file that is being replaced or is not a key file, whose key is not admitted.
+
+    Raises OSError if it cannot be read.
+    """
     try:
         public, _ = zmq.auth.load_certificate(file)
-    except (OSError, ValueError):
+    except ValueError:
         return None
     return public.decode("ascii", errors="replace")

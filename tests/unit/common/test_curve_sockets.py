@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -192,6 +193,21 @@ def test_a_key_in_two_files_belongs_to_nobody(wire: Wire, keys: Path) -> None:
     assert not wire.security.allowed.admits("decode-0")
     assert not wire.security.allowed.admits("prefill-0")
     assert wire.security.allowed.admits("decode-1")
+
+
+def test_a_key_that_could_not_be_read_is_read_again(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when descriptors have run out while an operator exchanges it."""
+    now = 100.0
+    allowed = allow_list.AllowList(keys, ["decode-0"], lambda: now)
+
+    def exhausted(file: Path) -> tuple[bytes, bytes | None]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.auth, "load_certificate", exhausted)
+        assert not allowed.admits("decode-0")
+    now += allow_list.CHECK_SECONDS
+    assert allowed.admits("decode-0")
 
 
 def test_a_banned_key_comes_back_after_the_ban(keys: Path) -> None:
