@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.checkpoint.json_fields import Raw, is_finite, positive, shown
 from common.errors import ModelError
@@ -28,12 +29,15 @@ class DefaultSampling:
 NO_DEFAULTS = DefaultSampling()
 
 
-def eos_ids(raw: Raw, generation: Raw, vocab: int, where: str, default: int | None = None) -> tuple[int, ...]:
+def eos_ids(
+    raw: Raw, generation: Raw, vocab: int, directory: Path, default: int | None = None
+) -> tuple[int, ...]:
     """Return the ids of tokens that end a text; generation_config.json has precedence. Raises ModelError.
 
     `default` is the id of a family whose files have no such key, also not null.
     """
     found = generation.get("eos_token_id")
+    where = directory / ("config.json" if found is None else "generation_config.json")
     if found is None and "eos_token_id" in raw:
         found = raw["eos_token_id"]
     elif found is None and default is not None and default < vocab:

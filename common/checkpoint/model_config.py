@@ -251,7 +251,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         qk_norm=_option(raw, family.qk_norm, where),
         sliding_windows=windows,
         dtype=_dtype(raw, directory, where),
-        eos_token_ids=eos_ids(raw, generation, vocab, where, family.eos),
+        eos_token_ids=eos_ids(raw, generation, vocab, directory, family.eos),
         default_sampling=default_sampling(generation, str(directory / "generation_config.json")),
         weights=weights,
         layer_kinds=kinds,

@@ -282,7 +282,14 @@ def test_refusals_name_what_was_found_and_what_is_supported(
 
 @pytest.mark.parametrize(
     "generation",
-    [{"temperature": -1}, {"top_p": 1.5}, {"top_k": "5"}, {"temperature": True}, {"max_new_tokens": 0}],
+    [
+        {"temperature": -1},
+        {"top_p": 1.5},
+        {"top_k": "5"},
+        {"temperature": True},
+        {"max_new_tokens": 0},
+        {"eos_token_id": 4000},
+    ],
 )
 def test_generation_values_out_of_range_are_refused(generation: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"generation_config\.json"):
