@@ -31,9 +31,9 @@ METRICS = "/metrics"
 PAGE = frozenset(("/", FILES))
 # Orchestrators have no key either.
 OPEN_ROUTES = PROBES | PAGE
-ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
+ADMIN_ROUTES = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache"))
 # For every key, and not counted against its limits: a client at its limit must be able to end its requests.
-UNLIMITED_ROUTES = frozenset(("/abort_request",))
+UNLIMITED_ROUTES = frozenset(("/abort_request", "/abort_requests"))
 LOG_SECONDS = 1.0  # shortest time between two log lines about refused clients
 _READS = ("GET", "HEAD")
 quota_claim_key: web.RequestKey[QuotaClaim] = web.RequestKey("quota_claim", QuotaClaim)

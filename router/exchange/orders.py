@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+MAX_ORDERED = 256  # ids in one order
 Identity = Annotated[str, Meta(max_length=256)]
 
 
@@ -14,7 +15,7 @@ class AbortOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Asks to abort requests of one client by their ids, or all requests of all clients if `client` is None."""
 
     client: str | None
-    ids: Annotated[tuple[Identity, ...], Meta(max_length=8)] = ()
+    ids: Annotated[tuple[Identity, ...], Meta(max_length=MAX_ORDERED)] = ()
 
 
 class PauseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

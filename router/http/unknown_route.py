@@ -37,8 +37,6 @@ OTHER_APIS = {
     "generative_scoring": "scoring of pairs; logprob_token_ids lists the log-probabilities of labels",
     "separate_reasoning": "parsing apart from answers; chats return reasoning_content",
     "parse_function_call": "parsing apart from answers; chats return tool_calls",
-    "reset_prefix_cache": "route of that name; send POST /flush_cache",
-    "abort_requests": "route of that name; send POST /abort_request for each id",
     "sleep": _WEIGHTS,
     "wake_up": _WEIGHTS,
     "pause_generation": _WEIGHTS,

@@ -68,7 +68,7 @@ def _described(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     answer = {"description": operation.summary, "content": _content(operation, schemas)}
     error = schemas.of(MessagesError if is_messages(operation.path) else ErrorAnswer)
     errors = {JSON: {"schema": error}}
-    if operation.path == "/flush_cache":
+    if operation.path in ("/flush_cache", "/reset_prefix_cache"):
         # text where the request itself is right: requests are in flight, or a node cannot be reached
         errors[operation.media] = {"schema": _TEXT}
     refused = {"description": "Refused or failed", "content": errors}

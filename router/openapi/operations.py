@@ -32,7 +32,7 @@ from router.requests.tokenize_requests import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from router.routes.control import AbortRequest
+from router.routes.control import AbortRequest, AbortRequests
 from router.routes.loads import FormerLoad, Loads, ServerLoad
 from router.routes.status import MAX_LISTED
 
@@ -100,7 +100,11 @@ OPERATIONS = (
     Operation("post", "/detokenize", "Turn token ids into text", DetokenizeRequest, DetokenizeAnswer),
     Operation("get", "/tokenizer_info", "Show the tokenizer's settings and the chat template"),
     Operation("post", "/abort_request", "End requests of the same key", AbortRequest, media=EMPTY),
+    Operation("post", "/abort_requests", "End requests of the same key", AbortRequests, media=EMPTY),
     Operation("post", "/flush_cache", "Empty the prefix caches of all nodes", media=TEXT, query=_TIMEOUT),
+    Operation(
+        "post", "/reset_prefix_cache", "Empty the prefix caches of all nodes", media=TEXT, query=_TIMEOUT
+    ),
     Operation("get", "/load", "Count the prompts in flight", answer=ServerLoad),
     Operation("get", "/v1/loads", "Show the load of the cluster as SGLang does", answer=Loads),
     Operation("get", "/get_load", "Show the load of the cluster as SGLang did", answer=list[FormerLoad]),

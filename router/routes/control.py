@@ -1,10 +1,10 @@
-"""Handlers of SGLang's /abort_request and /flush_cache."""
+"""Handlers of SGLang's /abort_request and /flush_cache, and of vLLM's routes that do the same."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ from common.errors import Forbidden, InvalidRequest
 from common.observability.logs import Log
 from router.dispatch.running_requests import RunningRequests
 from router.exchange.host_peers import HostPeers
-from router.exchange.orders import AbortOrder
+from router.exchange.orders import MAX_ORDERED, AbortOrder, Identity
 from router.http.client import Client, View, client_key
 from router.http.errors import clean_request_id
 from router.http.request_body import received
@@ -25,14 +25,21 @@ from router.routes.status import without_prefix
 LOOK_SECONDS = 0.02  # interval at which /flush_cache looks whether the cluster is idle
 MAX_WAIT = 60.0  # seconds that /flush_cache may be told to wait
 FLUSHED = "Cache flushed: every node empties its prefix cache before its next request.\n"
+MAX_ABORTED = MAX_ORDERED // 2  # ids in one request, each of which counts with and without its prefix
 BUSY = "Cache not flushed: requests are in flight. Send timeout=SECONDS to wait for them.\n"
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
     """The body of POST /abort_request."""
 
-    rid: Annotated[str, Meta(max_length=256)] | None = None
+    rid: Identity | None = None
     abort_all: bool = False
+
+
+class AbortRequests(msgspec.Struct, frozen=True):
+    """The body of POST /abort_requests."""
+
+    request_ids: Annotated[list[Identity], Meta(min_length=1, max_length=MAX_ABORTED)]
 
 
 class ActiveRequests(Protocol):
@@ -48,6 +55,7 @@ class ActiveRequests(Protocol):
 
 
 _abort = msgspec.json.Decoder(AbortRequest)
+_aborts = msgspec.json.Decoder(AbortRequests)
 
 
 class ControlRoutes:
@@ -69,7 +77,9 @@ class ControlRoutes:
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/abort_requests", self.abort_several)
         app.router.add_post("/flush_cache", self.flush_cache)
+        app.router.add_post("/reset_prefix_cache", self.reset_cache)
 
     async def abort(self, request: web.Request) -> web.Response:
         """End requests of the same client. 200 even if there is none with this id, which may just have ended."""
@@ -81,18 +91,40 @@ class ControlRoutes:
             count = self._requests.running.abort_all() + await self._peers.abort(AbortOrder(None))
             self._log.info("aborted all requests", client=client.name, prompts=count)
         elif asked.rid:
-            # As the request was given the id: without characters that ids do not have.
-            rid = clean_request_id(asked.rid)
-            order = AbortOrder(client.name, (rid, without_prefix(rid)))
-            if not self._requests.running.abort(client.name, order.ids):
-                await self._peers.abort(order)
+            await self._abort(client, [asked.rid])
         else:
             raise InvalidRequest("send the id of a request as rid, or abort_all: true", param="rid")
         return web.Response()
 
+    async def abort_several(self, request: web.Request) -> web.Response:
+        """End requests of the same client, as `abort` does."""
+        async with received(request) as memory:
+            asked = decode_json(memory.take(), _aborts)
+        await self._abort(request[client_key], asked.request_ids)
+        return web.Response()
+
+    async def _abort(self, client: Client, given: Sequence[str]) -> None:
+        # As the requests were given the ids: without characters that ids do not have.
+        ids = [clean_request_id(each) for each in given]
+        order = AbortOrder(client.name, (*ids, *map(without_prefix, ids)))
+        found = self._requests.running.abort(client.name, order.ids)
+        # A request is in one process, and those of a list may be in several.
+        if not found or len(ids) > 1:
+            await self._peers.abort(order)
+
+    async def reset_cache(self, request: web.Request) -> web.Response:
+        """Flush the cache as vLLM's clients ask for it. All tiers are emptied, with and without reset_external."""
+        if request.query.get("reset_running_requests", "false").lower() not in ("false", "0"):
+            raise InvalidRequest(
+                "reset_running_requests is not supported: end the requests with POST /abort_request, or send "
+                "timeout=SECONDS to wait for them",
+                param="reset_running_requests",
+            )
+        return await self.flush_cache(request)
+
     async def flush_cache(self, request: web.Request) -> web.Response:
         client = request[client_key]
-        needs_admin(client, "/flush_cache affects other clients")
+        needs_admin(client, f"{request.path} affects other clients")
         if not await self._idle_within(_timeout(request)):
             return web.Response(text=BUSY, status=400)
         own = self._flush()

@@ -13,6 +13,7 @@ from common.errors import InvalidRequest
 from router.answers.openai_responses import CHAT_ID, COMPLETION_ID
 from router.apis.messages_answer import MESSAGE_ID
 from router.apis.responses_answer import RESPONSE_ID
+from router.apis.tokens_answer import TOKENS_ID
 from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import error_body, json_response
@@ -22,7 +23,7 @@ from router.requests.checks import ServedModel, check_name
 
 VERSION = "0.1.0"
 DEFAULT_LISTED, MAX_LISTED = 40, 200  # timelines in one answer of /requests: by default, and at most
-ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID)
+ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID, TOKENS_ID)
 
 
 @dataclass(frozen=True, slots=True)

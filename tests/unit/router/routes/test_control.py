@@ -19,6 +19,8 @@ from tests.unit.router.auth.test_gates import NOW, key_gate
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.dispatch.test_running_requests import flight
 
+RESET = "/reset_prefix_cache"
+
 
 async def send(
     rig: Rig, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -44,7 +46,7 @@ async def test_a_key_reaches_its_own_requests_only(serve: Serve) -> None:
     assert await send(rig, "/abort_request", {"rid": "r2"}, bearer("secret-a")) == (200, "")
     assert await send(rig, "/abort_request", {"rid": "chatcmpl-r1"}, bearer("secret-a")) == (200, "")
     assert (mine.aborted, other.aborted) == (True, False)
-    for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", None)):
+    for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", None), (RESET, None)):
         status, text = await send(rig, path, body, bearer("secret-a"))
         assert status == 403
         assert "scope admin" in text
@@ -53,6 +55,30 @@ async def test_a_key_reaches_its_own_requests_only(serve: Serve) -> None:
     assert other.aborted
     rig.active = 0
     assert (await send(rig, "/flush_cache", None, bearer("secret-ops")))[0] == 200
+    assert (await send(rig, RESET, None, bearer("secret-ops")))[0] == 200
+
+
+async def test_vllms_names_do_the_same(serve: Serve) -> None:
+    rig = await serve(gate=key_gate())
+    flights = [flight(name, "team-a") for name in ("r1", "r2", "r3")]
+    other = flight("r1", "team-c")
+    for each in (*flights, other):
+        rig.running.add(each)
+    body = {"request_ids": ["generate-tokens-r1", "r3", "unknown"]}
+    assert await send(rig, "/abort_requests", body, bearer("secret-a")) == (200, "")
+    assert [each.aborted for each in (*flights, other)] == [True, False, True, False]
+    status, text = await send(rig, f"{RESET}?reset_running_requests=true", None, bearer("secret-ops"))
+    assert (status, rig.flushes) == (400, 0)
+    assert "reset_running_requests is not supported" in text
+    query = f"{RESET}?reset_running_requests=false&reset_external=true"
+    assert (await send(rig, query, None, bearer("secret-ops")))[0] == 200
+    assert rig.flushes == 1
+
+
+@pytest.mark.parametrize("ids", [None, [], "r1", ["x"] * 129])
+async def test_an_abort_of_several_lists_them(rig: Rig, ids: Any) -> None:
+    status, answer, _ = await rig.post("/abort_requests", {"request_ids": ids})
+    assert (status, answer["error"]["param"]) == (400, "request_ids")
 
 
 async def test_a_client_at_its_limit_can_abort(serve: Serve) -> None:

@@ -166,12 +166,6 @@ async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
         ),
         (
             "POST",
-            "/reset_prefix_cache",
-            "/reset_prefix_cache is not served: tandem generates text and has no route of that name; "
-            "send POST /flush_cache",
-        ),
-        (
-            "POST",
             "/update_weights_from_disk",
             "/update_weights_from_disk is not served: tandem generates text and has no exchange of weights while "
             "it runs; start the nodes with the other model",
