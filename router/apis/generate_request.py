@@ -81,6 +81,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None  # another name of extra_key
     model: str | None = None
     return_hidden_states: bool | None = None
+    require_reasoning: bool | None = None
+    max_thinking_tokens: int | None = None
     # refused unless they have no effect: see _NEUTRAL
     image_data: Any = None
     video_data: Any = None
@@ -209,6 +211,8 @@ def _completion(
     return PromptsOfGenerate(
         model=request.model,
         return_hidden_states=request.return_hidden_states,
+        require_reasoning=request.require_reasoning,
+        max_thinking_tokens=request.max_thinking_tokens,
         prompt=prompt,
         **{name: getattr(sampling, own) for name, own in _SAMPLING.items()},
         structured_outputs=None

@@ -202,7 +202,7 @@ _INSTEAD = {
     "functions": "send tools",
     "function_call": "send tool_choice",
     "features": "send the images in a chat to /v1/chat/completions",
-    "max_thinking_tokens": "send thinking_token_budget in sampling_params",
+    "max_thinking_tokens": "send thinking_token_budget",
     "return_input_ids_in_sglext": "send return_token_ids",
     "return_output_ids_in_sglext": "send return_token_ids",
     "kv_transfer_params": "leave it out: the cluster's nodes exchange KV among themselves",

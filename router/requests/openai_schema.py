@@ -1,8 +1,7 @@
 """Requests of the OpenAI API as clients send them: typed and bounded. `field_rules` handles undeclared fields.
 
 A field that would change the answer but is not supported must never be ignored silently. Such fields are listed in
-NOT_YET with the values that have no effect: those values are accepted, any other value is refused with the field's
-name.
+NOT_YET with the values that have no effect: those values are accepted, any other value is refused by name.
 """
 
 from __future__ import annotations
@@ -191,6 +190,8 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None  # the prompt precedes the answer
     suffix: Any = None
+    require_reasoning: bool | None = None  # SGLang: a constraint begins after the reasoning
+    max_thinking_tokens: int | None = None  # SGLang's name for thinking_token_budget
 
 
 # field -> values that have no effect
@@ -392,9 +393,8 @@ def without_addresses(messages: Sequence[Message]) -> list[Message]:
 _PROMPT_KINDS = (
     "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 )
-_INTS = frozenset((int,))
 
 
 def _check_ids(ids: list[Any], max_tokens: int) -> None:
-    if len(ids) <= max_tokens and not {*map(type, ids)} <= _INTS:
+    if len(ids) <= max_tokens and not {*map(type, ids)} <= {int}:
         raise InvalidRequest(_PROMPT_KINDS, param="prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -11,10 +12,17 @@ from common.errors import InvalidRequest
 from common.messages.generation import ThinkingLimit, TokenRules
 from router.chat.answer_style import AnswerStyle
 from router.grammar.constraint import Constraint
-from router.requests.openai_schema import ChatRequest, SharedFields, TokenIds
+from router.requests.openai_schema import ChatRequest, CompletionRequest, SharedFields, TokenIds
 
 NO_LIMIT = -1  # as in vLLM
 MAX_BUDGET = (1 << 31) - 1
+
+
+# What a completions request says about reasoning: in almost every one, NOTHING_SAID.
+reasoning_fields = attrgetter(
+    "thinking_token_budget", "custom_params", "max_thinking_tokens", "require_reasoning"
+)
+NOTHING_SAID = (None,) * 4
 
 
 class Budget(NamedTuple):
@@ -32,6 +40,8 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
     given = {"thinking_token_budget": request.thinking_token_budget}
     if request.custom_params is not None:
         given["custom_params.thinking_budget"] = request.custom_params.thinking_budget
+    if isinstance(request, CompletionRequest):
+        given["max_thinking_tokens"] = request.max_thinking_tokens
     if isinstance(request, ChatRequest):
         if request.reasoning is not None:
             given["reasoning.max_tokens"] = request.reasoning.max_tokens
@@ -44,23 +54,27 @@ def asked_budget(request: SharedFields, style: AnswerStyle) -> Budget | None:
         if not 0 <= tokens <= MAX_BUDGET:
             raise InvalidRequest(f"{field} must be from 0 to {MAX_BUDGET}, or -1 for no limit", param=field)
         if style.think_markers is None:
-            raise InvalidRequest(f"{field} cannot be enforced: {_obstacle(style)}; leave it out", param=field)
+            raise _unenforceable(field, style)
         budgets.append(Budget(tokens, field))
     return min(budgets, default=None)
 
 
 def limit_reasoning(
-    budget: Budget | None, asked: Constraint | None, style: AnswerStyle, prompt: TokenIds
+    request: CompletionRequest, asked: Constraint | None, style: AnswerStyle, prompt: TokenIds
 ) -> tuple[Constraint | None, ThinkingLimit | None]:
     """Return the constraint and the limit of the answer to a prompt that is no chat.
 
-    With a limit the answer may begin with reasoning, and `asked` constrains what follows it.
+    With a limit or require_reasoning the answer may begin with reasoning, and `asked` constrains what follows it.
+    Raises InvalidRequest, which names the field. Without any of `reasoning_fields` there is nothing to do.
     """
-    if budget is None:
+    budget = asked_budget(request, style)
+    if budget is None and not request.require_reasoning:
         return asked, None
+    if style.think_markers is None:
+        raise _unenforceable("require_reasoning", style)
     thought = style.thought_of(prompt)
     constraint = None if asked is None else style.after_reasoning(asked, thought)
-    return constraint, style.thinking_limit(budget.tokens, prompt, thought)
+    return constraint, None if budget is None else style.thinking_limit(budget.tokens, prompt, thought)
 
 
 def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:
@@ -81,10 +95,11 @@ def with_limit(rules: TokenRules | None, limit: ThinkingLimit) -> TokenRules:
     return replace(rules, thinking=limit)
 
 
-def _obstacle(style: AnswerStyle) -> str:
+def _unenforceable(field: str, style: AnswerStyle) -> InvalidRequest:
+    obstacle = "the markers of this model's reasoning are not fixed texts"
     if style.template is None or not style.template.reasons:
-        return "this model has no response template with reasoning (model.response_template)"
-    return "the markers of this model's reasoning are not fixed texts"
+        obstacle = "this model has no response template with reasoning (model.response_template)"
+    return InvalidRequest(f"{field} cannot be enforced: {obstacle}; leave it out", param=field)
 
 
 def _contains(tokens: Sequence[int], part: Sequence[int]) -> bool:

@@ -56,7 +56,7 @@ from router.requests.openai_schema import (
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
-from router.requests.thinking_budget import Budget, asked_budget, limit_reasoning
+from router.requests.thinking_budget import NOTHING_SAID, limit_reasoning, reasoning_fields
 from router.routes.listed_ids import listed_ids
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
@@ -241,7 +241,7 @@ class OpenAiRoutes:
                 param="prompt",
             )
         options: AnswerOptions | None = None
-        budget: Budget | None = None
+        reasons = False  # so that constraint and limit may depend on the prompt
         limit: ThinkingLimit | None = None
         length = prompt_length(body, model.max_model_len)
         encoded = await self._encoded(given, body, length)
@@ -253,9 +253,11 @@ class OpenAiRoutes:
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
             try:
-                if options is None or own is not None or budget is not None:
-                    budget, wanted = asked_budget(fields, model.answers), read_constraint(fields)
-                    constraint, limit = limit_reasoning(budget, wanted, model.answers, ids)
+                if options is None or own is not None or reasons:
+                    constraint, limit = read_constraint(fields), None
+                    reasons = reasoning_fields(fields) != NOTHING_SAID
+                    if reasons:
+                        constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
                     grammar = await self._texts.grammar(constraint, model)
                     rules = await token_rules(fields, model, self._texts)
                     options = AnswerOptions("max_tokens", logprobs, grammar, rules)

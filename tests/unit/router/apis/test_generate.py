@@ -251,6 +251,7 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
         ({"text": "a", "modalities": ["image"]}, "modalities"),
         ({"text": "a", "cache_salt": "x", "extra_key": "y"}, "cache_salt"),
         ({"text": "a", "max_thinking_tokens": 5}, "max_thinking_tokens"),
+        ({"text": "a", "require_reasoning": True}, "require_reasoning"),
         ({"text": "a", "return_flat_raw_top_logprobs": True}, "return_flat_raw_top_logprobs"),
         ({"text": "a", "sampling_params": {"beam_width": 4}}, "sampling_params.beam_width"),
         ({"text": "a", "rid": ["a"]}, "rid"),

@@ -38,6 +38,7 @@ STYLE = AnswerStyle(
 # Markers of several tokens.
 LONG = replace(STYLE, special={}, think_markers=(TokenMarker([BEGIN, 8]), TokenMarker([END, BEGIN, 8, END])))
 SCHEMA = {"type": "json_object"}
+UNLIMITED = {"sampling_params": {"json_schema": "{}"}}
 # Special tokens of the tiny model, which no text of a grammar matches.
 OPEN, CLOSE, EOS = 3, 4, 2
 COMPILER = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [EOS])
@@ -75,6 +76,9 @@ def limit(rig: Rig) -> ThinkingLimit | None:
         (TEXT, {"thinking_token_budget": 7}, 7),
         (GENERATE, {"sampling_params": {"custom_params": {"thinking_budget": 7}}}, 7),
         (GENERATE, {"sampling_params": [{"thinking_token_budget": 7}], "text": ["Hi"]}, 7),
+        (GENERATE, {"max_thinking_tokens": 7}, 7),
+        (GENERATE, {"max_thinking_tokens": 7, "sampling_params": {"thinking_token_budget": 9}}, 7),
+        (TEXT, {"max_thinking_tokens": 7}, 7),
         (RESPONSES, {"thinking_token_budget": 7}, 7),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
         (MESSAGES, {"thinking": {"type": "enabled"}}, None),
@@ -151,6 +155,8 @@ async def test_markers_of_several_tokens_in_the_prompt(
         (CHAT, {"thinking": {"type": "adaptive"}}, "thinking.type"),
         (CHAT, {"thinking": {"type": "enabled", "clear_thinking": False}}, "thinking"),
         (TEXT, {"thinking_token_budget": 7, "allowed_token_ids": [5]}, "allowed_token_ids"),
+        (GENERATE, {"max_thinking_tokens": -2}, "max_thinking_tokens"),
+        (CHAT, {"max_thinking_tokens": 7}, "max_thinking_tokens"),
         (
             GENERATE,
             {"sampling_params": {"custom_params": {"thinking_budget": -2}}},
@@ -183,7 +189,16 @@ async def test_what_cannot_be_met_is_refused(path: str, fields: dict[str, Any], 
         (TEXT, {"prompt": [5, OPEN, CLOSE]}, [], True),
         (TEXT, {"prompt": [5, OPEN], "thinking_token_budget": None}, [], True),
         (TEXT, {"prompt": [5, OPEN], "thinking_token_budget": -1}, [9, CLOSE], False),
+        (
+            TEXT,
+            {"prompt": [5, OPEN], "thinking_token_budget": None, "require_reasoning": True},
+            [9, CLOSE],
+            True,
+        ),
         (GENERATE, {}, [OPEN, 9, CLOSE], True),
+        (GENERATE, UNLIMITED, [OPEN, 9, CLOSE], False),
+        (GENERATE, UNLIMITED | {"require_reasoning": True}, [OPEN, 9, CLOSE], True),
+        (GENERATE, UNLIMITED | {"require_reasoning": True}, [9, CLOSE], False),
         (CHAT, {"separate_reasoning": False}, [OPEN, 9, CLOSE], True),
         (CHAT, {"separate_reasoning": False}, [], True),
         (CHAT, {"separate_reasoning": False, "thinking_token_budget": -1}, [OPEN, 9, CLOSE], False),
