@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -117,6 +118,25 @@ def test_the_token_is_read_again(server: FakeApiServer, tmp_path: Path) -> None:
         server.slices.append(slice_of("b", endpoint("10.0.0.2")))
         credentials(tmp_path, "second")
         assert until(two.next) == TWO
+
+
+def test_a_limit_of_threads_does_not_end_the_search(server: FakeApiServer, tmp_path: Path) -> None:
+    """Addresses of names are looked up in threads, of which there may be too many for a while."""
+
+    class Busy(ApiServer):
+        failed = False
+
+        def tls(self) -> ssl.SSLContext | bool:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("can't start new thread")
+            return super().tls()
+
+    with running(server) as url:
+        api = Busy(url, credentials(tmp_path))
+        with closing(SliceRouters(ADDRESS, 1, api, Log("node"))) as routers:
+            assert until(routers.slots[0].next) == ONE
+    assert api.failed
 
 
 def test_one_pod_in_two_slices_is_one_router(server: FakeApiServer, tmp_path: Path) -> None:
