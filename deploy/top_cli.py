@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 the router does not answer, 2 the target or the key is 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import signal
 import sys
@@ -42,6 +43,7 @@ EXIT_NO_ANSWER, EXIT_REFUSED = 1, 2
 REFRESH_SECONDS = 1.0
 WINDOW = 10  # samples; rates and percentiles are those since the oldest
 ANSWER_SECONDS = 5.0
+MAX_KEYS = 1024  # bytes read at a time
 NO_ANSWER = (OSError, HTTPException)
 
 
@@ -134,7 +136,8 @@ def key_pressed() -> Iterator[Callable[[float], bool]]:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             ready, _, _ = select.select([sys.stdin], [], [], left)
-            if ready and sys.stdin.read(1) in ("q", ""):
+            # Not by `read` of a file, whose buffer would hide further keys from `select`.
+            if ready and (not (keys := os.read(sys.stdin.fileno(), MAX_KEYS)) or b"q" in keys):
                 return True
         return False
 

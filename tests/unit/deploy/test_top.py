@@ -24,6 +24,7 @@ from deploy import top_cli
 from deploy.cluster_sample import Buckets, ClusterSample, node_rates, read_sample
 from deploy.process_table import ProcessRecord, Table
 from deploy.top_view import render
+from tests.fakes.waiting import PATIENCE
 
 INF = math.inf
 TINY_TARGET = Path(__file__).parents[3] / "deploy" / "tiny_models" / "tiny-target"
@@ -233,6 +234,15 @@ def test_it_goes_on_without_an_answer_and_ends_when_told() -> None:
     assert "decode-0" in pictures[1]
     assert "does not answer" in pictures[2]
     assert "decode-0" in pictures[2]
+
+
+def test_a_key_that_arrives_with_others_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, terminal = os.openpty()
+    with open(keyboard, "wb", buffering=0) as keys, open(terminal, "rb+", buffering=0) as inner:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(inner))
+        with top_cli.key_pressed() as wait:
+            keys.write(b"xq")
+            assert wait(PATIENCE)
 
 
 def command(*arguments: str) -> tuple[int, str]:
