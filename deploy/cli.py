@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -190,7 +191,10 @@ def config(target: Target = str(DEFAULT), port: Port = None, overrides: Override
 
 
 class StartView:
-    """Shows start-up progress: one bar per process on a terminal, otherwise one line per change."""
+    """Shows start-up progress: one bar per process on a terminal, otherwise one line per change.
+
+    Without a thread that draws: this process forks meanwhile. If the terminal is closed, nothing more is drawn.
+    """
 
     def __init__(self) -> None:
         columns = (
@@ -199,18 +203,32 @@ class StartView:
             TextColumn("{task.fields[phase]}"),
             TimeElapsedColumn(),
         )
-        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bars = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, str] = {}
 
     def __enter__(self) -> StartView:
-        self._bars.start()
+        with self._while_open():
+            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bars.stop()
+        with self._while_open():
+            self._bars.stop()
 
     def show(self, children: list[Child]) -> None:
+        with self._while_open():
+            self._show(children)
+            self._bars.refresh()
+
+    @contextlib.contextmanager
+    def _while_open(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._bars.disable = True
+
+    def _show(self, children: list[Child]) -> None:
         for child in children:
             at = child.progress
             if child.name not in self._tasks:

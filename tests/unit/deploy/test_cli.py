@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import http.server
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from common.config import load_cluster
@@ -24,6 +26,7 @@ from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.process_entry import Entry, entry
 from deploy import cli, router_states
+from deploy.children import Child
 from deploy.process_table import ProcessRecord, Table, write_table
 from deploy.supervisor import AlreadyRunning, Supervisor, local_url
 from tests.fakes.descriptors import open_descriptors
@@ -399,6 +402,24 @@ def test_a_disk_that_is_full_at_the_start_is_one_sentence(
     assert f"process.run_dir: cannot write to {run_dir}: " in line
     assert "No space left on device" in line
     assert not list(run_dir.glob("lock"))
+
+
+def test_a_terminal_that_is_closed_during_the_start_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        written = 0
+
+        def write(self, text: str) -> int:
+            self.written += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    closed = Closed()
+    monkeypatch.setattr(cli, "console", Console(file=closed, force_terminal=True))
+    with cli.StartView() as view:
+        for _ in range(2):
+            view.show([Child("router", ["router"], tmp_path / "log")])
+    assert closed.written > 0
 
 
 # -- the supervisor's lock and address -------------------------------------------------------------------------
