@@ -15,6 +15,7 @@ from pathlib import Path
 from common.checkpoint.model_directory import SNAPSHOTS
 from common.checkpoint.model_mistakes import explain_directory, repository_name
 from common.config.run_directory import runtime_base
+from common.config.yaml_file import require_utf8
 from common.errors import ConfigError
 from deploy.hub import NAME
 
@@ -68,6 +69,8 @@ def _of_directory(text: str, path: Path) -> ModelTarget:
         hint = f"; for a cluster file name the file, such as {clusters[0]}" if clusters else ""
         raise ConfigError("", f"the directory {explain_directory(path)}{hint}")
     absolute = Path(os.path.abspath(path))  # keeps the name of a symbolic link
+    for each in (absolute, absolute.resolve()):
+        require_utf8(each)
     return ModelTarget(text, _name_of(absolute), str(absolute.resolve()), absolute)
 
 

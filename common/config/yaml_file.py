@@ -49,8 +49,17 @@ class _StrictLoader(yaml.SafeLoader):
 _StrictLoader.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
+def require_utf8(path: Path) -> None:
+    """Raise ConfigError for a path that neither a cluster file nor a log could name."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError("", f"the path {str(path)!a} is not UTF-8; rename it") from None
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the file's top-level mapping. Raises ConfigError, with the file, for anything else."""
+    require_utf8(path)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError("", f"{path} is larger than {MAX_FILE_BYTES} bytes: not a cluster file")

@@ -608,6 +608,14 @@ def test_what_is_not_a_mapping_of_plain_values(tmp_path: Path, text: str) -> Non
     refusal(tmp_path, text)
 
 
+def test_the_path_of_a_cluster_file_is_utf_8(tmp_path: Path) -> None:
+    """Logs and the table of processes name it."""
+    file = tmp_path / "clust\udce9r.yaml"
+    file.write_text("model: {path: m}\n")
+    with pytest.raises(ConfigError, match=r"clust\\udce9r\.yaml' is not UTF-8; rename it"):
+        load_cluster(file, environ={})
+
+
 @pytest.mark.parametrize(
     "text", ["{1: 2}\n", "{[1]: 2}\n", "{null: 2}\n", "{2024-01-01: 2}\n", "{{a: 1}: 2}\n"]
 )

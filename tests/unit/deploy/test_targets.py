@@ -94,6 +94,11 @@ def test_a_path_that_cannot_be_looked_up_is_refused_with_the_reason() -> None:
     assert "no such file or directory" in refusal("~nobody-of-this-host/model")
 
 
+def test_a_model_in_a_directory_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """Its path is written to a cluster file, which is UTF-8."""
+    assert "\\udce9' is not UTF-8; rename it" in refusal(str(model(tmp_path / "mod\udce9")))
+
+
 def test_a_directory_of_cluster_files_names_one(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text("model: {path: m}\n")
