@@ -5,6 +5,7 @@ Without a GPU both nodes share the CPU, a single GPU is shared by both nodes, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -87,9 +88,12 @@ def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary.write_text(HEADER.format(name=name) + yaml.safe_dump(sections, sort_keys=False))
+        text = HEADER.format(name=name) + yaml.safe_dump(sections, sort_keys=False)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ConfigError("", f"cannot write {file}: {error.strerror or error}") from error
 
 

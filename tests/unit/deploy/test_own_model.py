@@ -146,6 +146,13 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         write_cluster_file(tmp_path / "clusters" / "m.yaml", "m", {})
 
 
+def test_a_file_that_cannot_be_replaced_leaves_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        write_cluster_file(tmp_path / "m.yaml", "m", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["m.yaml"]
+
+
 def test_this_machine_is_measured() -> None:
     machine = Machine.of_this_host([])
     assert machine.cores >= 1
