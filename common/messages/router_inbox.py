@@ -130,7 +130,9 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     tokens: Annotated[list[OutputToken], Meta(max_length=MAX_RUN)]
     finish_reason: FinishReason | None = None
     stages: Stages | None = None
-    accept_length: Finite | None = None  # set in the last run: tokens per step that verified drafts
+    # Set in the last run: steps that verified drafts, and tokens of the answer per step of them.
+    rounds: Count = 0
+    accept_length: Finite | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):

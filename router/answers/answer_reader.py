@@ -56,6 +56,7 @@ class ChoiceReader:
                     self._usage.cached_tokens += delta.cached_tokens
                 piece = self._taken() or self._read(delta.tokens, delta.finish_reason)
                 piece.cached_tokens, piece.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
+                piece.rounds, piece.accept_length = delta.rounds, delta.accept_length
                 piece.states = choice.request.states
                 stopped = text.finish_reason is not None and delta.finish_reason is None
                 if stopped:

@@ -64,6 +64,9 @@ class AnswerPiece(msgspec.Struct):
     # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
     states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
+    # In the last piece: see TokenRun. 0 where the router has ended the text.
+    rounds: int = 0
+    accept_length: float | None = None
 
 
 class Format(ABC):

@@ -52,7 +52,7 @@ class _Choice:
         self.prompt_scores = _Scores()
         self.prompt_seen = 0  # tokens of the prompt in earlier pieces
         self.finish: dict[str, Any] | None = None
-        self.seconds = 0.0  # until its end
+        self.end: dict[str, Any] = {}  # members of `meta_info` that its last event adds
         self.sent = 0  # tokens in the last event
         self.states: AnswerStates | None = None
 
@@ -151,7 +151,10 @@ class GenerateForm:
             aborted = piece.finish_reason == FINISH_ABORT and not choice.ids
             choice.states = None if aborted else piece.states
             choice.finish = _finish(piece, choice)
-            choice.seconds = self._clock() - self._started
+            choice.end["e2e_latency"] = round(self._clock() - self._started, 6)
+            if piece.rounds and piece.accept_length is not None:
+                choice.end["spec_verify_ct"] = piece.rounds
+                choice.end["spec_accept_length"] = round(piece.accept_length, 6)
         return choice
 
     def _add_prompt(self, choice: _Choice, tokens: Sequence[OutputToken]) -> None:
@@ -194,9 +197,8 @@ class GenerateForm:
             "completion_tokens": len(choice.ids),
             "cached_tokens": choice.cached_tokens,
             "weight_version": "default",
+            **choice.end,
         }
-        if choice.finish is not None:
-            meta["e2e_latency"] = round(choice.seconds, 6)
         parts = [
             b'{"text":',
             _encode("".join(choice.text)),

@@ -55,6 +55,9 @@ class Attempt(msgspec.Struct, eq=False):
     # offset -> run that arrived before the runs that precede it
     early: dict[int, TokenRun] = field(default_factory=dict)
     finish_reason: str | None = None
+    # of the last run: see TokenRun
+    rounds: int = 0
+    accept_length: float | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
     expected: ExpectedCache = NOTHING_CACHED  # what its nodes were believed to hold of the prompt
@@ -99,8 +102,10 @@ class Attempt(msgspec.Struct, eq=False):
     def delta(self, tokens: list[OutputToken], done: str | None, first: bool) -> TokenDelta:
         """Return what the reader gets. `first`: nothing was yielded before, in this attempt or an earlier one."""
         if first:
-            return TokenDelta(tokens, done, self.cached_tokens, self.prompt_logprobs)
-        return TokenDelta(tokens, done, None)
+            return TokenDelta(
+                tokens, done, self.cached_tokens, self.prompt_logprobs, self.rounds, self.accept_length
+            )
+        return TokenDelta(tokens, done, None, (), self.rounds, self.accept_length)
 
     def on_first_token(self, message: FirstToken) -> None:
         self.cached_tokens = message.cached_tokens
@@ -189,3 +194,4 @@ class Attempt(msgspec.Struct, eq=False):
         self.next_offset += len(fresh)
         if run.finish_reason is not None:
             self.finish_reason = run.finish_reason
+            self.rounds, self.accept_length = run.rounds, run.accept_length

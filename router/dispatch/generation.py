@@ -62,6 +62,9 @@ class TokenDelta(msgspec.Struct):
     finish_reason: str | None  # set on the last delta
     cached_tokens: int | None  # set on the first delta: prompt tokens found in the prefill node's cache
     prompt_logprobs: Sequence[PromptLogprob] = ()  # in the first delta, from the prompt's second token on
+    # in the last delta, of the last attempt: see TokenRun
+    rounds: int = 0
+    accept_length: float | None = None
 
 
 class AnswerComplete(Exception):

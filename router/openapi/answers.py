@@ -106,6 +106,8 @@ class GenerateMeta(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float
+    spec_verify_ct: int | None = None
+    spec_accept_length: float | None = None
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):

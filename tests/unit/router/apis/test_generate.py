@@ -63,6 +63,17 @@ async def test_a_text(rig: Rig) -> None:
     assert (params.logit_bias, params.frequency_penalty) == (((5, 1.5),), 0.5)
 
 
+async def test_rounds_of_speculation(rig: Rig) -> None:
+    """As SGLang's benchmarks read them, in the last event of a stream, too."""
+    last = TokenDelta([OutputToken(each) for each in HELLO[1:]], "length", None, (), 4, 2.75)
+    rig.generator.will(delta(HELLO[:1], cached=3), last)
+    _, answer, _ = await rig.post("/generate", {"text": "Hello"})
+    assert (answer["meta_info"]["spec_verify_ct"], answer["meta_info"]["spec_accept_length"]) == (4, 2.75)
+    first, *_, end = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
+    assert "spec_verify_ct" not in first["meta_info"]
+    assert end["meta_info"]["spec_verify_ct"] == 4
+
+
 async def test_defaults(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     for prompt in ({"input_ids": [1, 5, 6]}, {"input_ids": [5] * 4090}):

@@ -59,6 +59,15 @@ def test_in_order() -> None:
     assert ids(made) == []
 
 
+def test_the_last_delta_has_the_rounds_of_the_last_run() -> None:
+    made = attempt()
+    made.on_first_token(first(10))
+    assert made.delta(made.take(), None, True).rounds == 0
+    made.on_run(TokenRun(7, 1, [OutputToken(11)], "length", None, 4, 2.5))
+    last = made.delta(made.take(), made.finish_reason, False)
+    assert (last.rounds, last.accept_length) == (4, 2.5)
+
+
 def test_decode_tokens_may_overtake_the_first_one() -> None:
     made = attempt()
     made.on_run(run(2, [12], "stop"))
