@@ -75,7 +75,9 @@ def main(
 
 
 def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiKey, ...]:
-    """Add an entry and keep the comments of the file. The file is replaced atomically. Return all keys.
+    """Add an entry and keep the comments of the file. The file is replaced atomically, not a link to it.
+
+    Return all keys.
 
     Raises ConfigError if the file cannot be read or the entry is not valid in it.
     """
@@ -84,6 +86,7 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
     line = "- " + msgspec.json.encode(entry).decode()  # JSON is a subset of YAML
     if expires is not None:
         line = f"{line[:-1]}, expires: {expires}}}"
+    file = file.resolve()
     directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:

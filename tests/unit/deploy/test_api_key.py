@@ -54,6 +54,16 @@ def test_all_options_are_written_to_the_file(tmp_path: Path) -> None:
     assert file.read_text().startswith("# keys of the lab\n")
 
 
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real" / "keys.yaml", tmp_path / "keys.yaml"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    for name in ("a", "b"):
+        assert run(name, link).exit_code == 0
+    assert link.is_symlink()
+    assert [key.id for key in read_api_keys(real)] == ["a", "b"]
+
+
 @pytest.mark.parametrize("before", ["# ours\n  - ", "  -   ", "---\n- "])
 def test_a_handwritten_list_keeps_its_form(tmp_path: Path, before: str) -> None:
     file = tmp_path / "keys.yaml"
