@@ -139,6 +139,9 @@ def test_one_branch_is_the_chain_and_more_accept_more() -> None:
             cluster.run()
             expect_reference(*calls)
             lengths.append(cluster.decode.link.counters.avg_spec_accept_length)
+            # The prefill node draws the first token.
+            told = [call.rounds * (call.accept_length or 0) for call in calls]
+            assert told == pytest.approx([59] * len(calls))
     assert lengths[0] == lengths[1]
     assert lengths[2] > lengths[0] + 0.05, lengths
 
