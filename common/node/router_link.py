@@ -122,6 +122,7 @@ class RouterLink(Generic[M]):
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
         self._resets = 0
         self._given_up = False  # the router answers but does not know this node; written by the thread
+        self._forgotten = False  # the same, noticed while the node is not registered
         self._sequence = 0
         self._registered_at = 0  # echoes up to this sequence precede the registration
         self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
@@ -175,8 +176,7 @@ class RouterLink(Generic[M]):
     def drain(self) -> list[AnyNodeMessage | M]:
         """Return the messages that have arrived, in the order of `control_first`.
 
-        Work that arrives while the node is not registered was sent before its router was lost, and is left out: the
-        router has placed it elsewhere.
+        Work may arrive while the node is not registered: a router that only stalled has lost nothing.
         """
         messages: list[AnyNodeMessage | M] = []
         for frame in self._dealer.drain():
@@ -189,11 +189,9 @@ class RouterLink(Generic[M]):
             # Another router listens at the address, or this one has forgotten the node and its requests.
             self._resets = self._dealer.resets
             self._given_up = True
+            self._forgotten = self._router is None
             self._asked_at = -1e9
-        current: list[AnyNodeMessage | M] = []
         for message in messages:
-            if self._router is not None or isinstance(message, _CONTROL):
-                current.append(message)
             if isinstance(message, Registered):
                 self._router = message.router_incarnation
                 # An older echo proves nothing.
@@ -201,12 +199,17 @@ class RouterLink(Generic[M]):
                 self._registered_at = self._sequence
                 self._given_up = False
         self._register_if_needed()
-        return control_first(current)
+        return control_first(messages)
 
     def lost(self) -> bool:
-        """Return True once when the registered router has ended or was replaced: its requests must be dropped."""
+        """Return True once when the router has ended or was replaced: its requests must be dropped.
+
+        Also while the node is not registered, since a node that was stopped may notice its loss before it reads work
+        that was sent to it before.
+        """
         if self._router is None:
-            return False
+            forgotten, self._forgotten = self._forgotten, False
+            return forgotten
         echo = self._echo
         silent = echo is not None and (self._clock() - echo[1] > self._timeout or echo[0] != self._router)
         gone = silent or self._given_up
