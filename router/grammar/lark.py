@@ -47,11 +47,15 @@ class LarkWriter:
     def until(self, end: str, rule: str) -> str:
         """Return what matches any text up to and including `end`; `rule` is the name of a rule that this may need."""
         special = self.special_tokens.search(end)
-        plain = end if special is None else end[: special.start()]
-        if not plain:
+        if special is None:
+            self.rules.append(f"{rule}[suffix={quoted(end)}]: {ANY_TEXT}")
+            return rule
+        if special.start() == 0:
             return sequence(ANY_TEXT, self.literal(end))
-        self.rules.append(f"{rule}[suffix={quoted(plain)}]: {ANY_TEXT}")
-        return sequence(rule, self.literal(end[len(plain) :]))
+        # A suffix would end the text where the part before the special token first occurs.
+        name = rule.upper()
+        self.rules.append(f"{name}: {ANY_TEXT} {quoted(end[: special.start()])}")
+        return sequence(name, self.literal(end[special.start() :]))
 
     def reasoning(self, end: str, begin: str | None) -> str:
         """Return what matches reasoning up to its marker `end`, and the blanks that models write after it.

@@ -285,9 +285,9 @@ def test_markers_that_are_tokens_but_not_special_are_forced_by_their_ids() -> No
     def taken(grammar: Lark, text: str) -> bool:
         return accepts_tokens(compiler, grammar, tokenizer.encode(text, add_special_tokens=False))
 
-    assert taken(
-        tagged, "<tool_call>\n<function=clock>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"
-    )
+    for value in ("b", "b\n</function>\nc"):
+        tag = f"<parameter=a>\n{value}\n</parameter>\n"
+        assert taken(tagged, f"<tool_call>\n<function=clock>\n{tag}</function>\n</tool_call>"), value
     assert not taken(tagged, "<tool_call>\n<function=clock>\n</tool_call>")
     for thought, before in (
         (Thought.NONE, ""),

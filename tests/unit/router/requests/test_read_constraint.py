@@ -235,6 +235,7 @@ def test_markers_may_be_text_and_special_tokens(begun: bool) -> None:
 
     assert accepted("and so", "end aa")
     assert accepted("so", "endaa")
+    assert accepted("so it is and so", "end aa")
     assert not accepted("and so", "aa")
     assert not accepted("and", "end aa")
     assert _accepts(text, "aa") is not begun
