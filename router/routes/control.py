@@ -105,11 +105,11 @@ class ControlRoutes:
 
     async def _abort(self, client: Client, given: Sequence[str]) -> None:
         # As the requests were given the ids: without characters that ids do not have.
-        ids = [clean_request_id(each) for each in given]
-        order = AbortOrder(client.name, (*ids, *map(without_prefix, ids)))
+        ids = map(clean_request_id, (*given, *map(without_prefix, given)))
+        order = AbortOrder(client.name, tuple(ids))
         found = self._requests.running.abort(client.name, order.ids)
         # A request is in one process, and those of a list may be in several.
-        if not found or len(ids) > 1:
+        if not found or len(given) > 1:
             await self._peers.abort(order)
 
     async def reset_cache(self, request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from router.auth.origin import Cors, HostRule
 from router.auth.quotas import Quotas
 from router.exchange.host_peers import HostPeers
 from router.http.client import View
+from router.http.errors import MAX_REQUEST_ID
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.unit.router.auth.test_gates import NOW, key_gate
@@ -60,13 +61,14 @@ async def test_a_key_reaches_its_own_requests_only(serve: Serve) -> None:
 
 async def test_vllms_names_do_the_same(serve: Serve) -> None:
     rig = await serve(gate=key_gate())
-    flights = [flight(name, "team-a") for name in ("r1", "r2", "r3")]
+    longest = "x" * MAX_REQUEST_ID
+    flights = [flight(name, "team-a") for name in ("r1", "r2", "r3", longest)]
     other = flight("r1", "team-c")
     for each in (*flights, other):
         rig.running.add(each)
-    body = {"request_ids": ["generate-tokens-r1", "r3", "unknown"]}
+    body = {"request_ids": ["generate-tokens-r1", "r3", "unknown", f"cmpl-{longest}"]}
     assert await send(rig, "/abort_requests", body, bearer("secret-a")) == (200, "")
-    assert [each.aborted for each in (*flights, other)] == [True, False, True, False]
+    assert [each.aborted for each in (*flights, other)] == [True, False, True, True, False]
     status, text = await send(rig, f"{RESET}?reset_running_requests=true", None, bearer("secret-ops"))
     assert (status, rig.flushes) == (400, 0)
     assert "reset_running_requests is not supported" in text
