@@ -53,7 +53,7 @@ OTHER_APIS = {
 # Routes of OpenAI that a client's settings may have by mistake where the base URL is asked for.
 WHOLE_ROUTES = ("/chat/completions", "/completions", "/responses")
 
-# Beginning of a path, without /v1 -> what OpenAI, or vLLM at `render`, does there. The first that fits counts.
+# Beginning of a path, without /v1 -> what OpenAI or vLLM does there. The first that fits counts.
 BELOW = {
     "/chat/completions/batch": "batches of chats; send each chat in a request of its own",
     "/chat/completions/derender": "parsing apart from answers; chats return what the model means",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -12,17 +11,15 @@ from common.errors import InvalidRequest
 from common.messages.generation import ThinkingLimit, TokenRules
 from router.chat.answer_style import AnswerStyle
 from router.grammar.constraint import Constraint
+from router.requests.field_rules import RareFields
 from router.requests.openai_schema import ChatRequest, CompletionRequest, SharedFields, TokenIds
 
 NO_LIMIT = -1  # as in vLLM
 MAX_BUDGET = (1 << 31) - 1
-
-
-# What a completions request says about reasoning: in almost every one, NOTHING_SAID.
-reasoning_fields = attrgetter(
+# Fields of a completions request that concern the reasoning of its answers.
+REASONING_FIELDS = RareFields(
     "thinking_token_budget", "custom_params", "max_thinking_tokens", "require_reasoning"
 )
-NOTHING_SAID = (None,) * 4
 
 
 class Budget(NamedTuple):
@@ -65,7 +62,7 @@ def limit_reasoning(
     """Return the constraint and the limit of the answer to a prompt that is no chat.
 
     With a limit or require_reasoning the answer may begin with reasoning, and `asked` constrains what follows it.
-    Raises InvalidRequest, which names the field. Without any of `reasoning_fields` there is nothing to do.
+    Raises InvalidRequest, which names the field. Without any of REASONING_FIELDS there is nothing to do.
     """
     budget = asked_budget(request, style)
     if budget is None and not request.require_reasoning:

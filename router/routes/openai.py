@@ -56,7 +56,7 @@ from router.requests.openai_schema import (
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
-from router.requests.thinking_budget import NOTHING_SAID, limit_reasoning, reasoning_fields
+from router.requests.thinking_budget import REASONING_FIELDS, limit_reasoning
 from router.routes.listed_ids import listed_ids
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
@@ -241,7 +241,8 @@ class OpenAiRoutes:
                 param="prompt",
             )
         options: AnswerOptions | None = None
-        reasons = False  # so that constraint and limit may depend on the prompt
+        # Whether the constraint and the limit depend on the prompt, which may open the reasoning.
+        reasons = False
         limit: ThinkingLimit | None = None
         length = prompt_length(body, model.max_model_len)
         encoded = await self._encoded(given, body, length)
@@ -255,7 +256,7 @@ class OpenAiRoutes:
             try:
                 if options is None or own is not None or reasons:
                     constraint, limit = read_constraint(fields), None
-                    reasons = reasoning_fields(fields) != NOTHING_SAID
+                    reasons = REASONING_FIELDS.given(fields)
                     if reasons:
                         constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
                     grammar = await self._texts.grammar(constraint, model)
