@@ -65,7 +65,7 @@ def assemble_core(
     """Bind the control socket and compose what runs requests.
 
     Args:
-        wrap: returns what messages about requests are sent to nodes through; by default the control socket itself.
+        wrap: returns what sends messages about requests to nodes; by default the control socket itself.
     """
     log, clock = observation.log, observation.clock
     control = ControlPlane(

@@ -194,7 +194,7 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
 
 
 def _think_markers(style: AnswerStyle, tokenizer: Tokenizer) -> tuple[TokenMarker, TokenMarker] | None:
-    """Return what nodes recognise and force; None unless either marker is one text that tokens can write."""
+    """Return what nodes recognise and force; None unless both markers are texts that tokens can write."""
     if style.think is None:
         return None
     begin, end = (tokenizer.tokens_within(text) for text in style.think)

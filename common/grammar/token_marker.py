@@ -16,7 +16,7 @@ def by_id(token: int) -> Symbols:
 
 
 class TokenMarker:
-    """Recognises one marker. It keeps no state: a place in it is a number of its symbols with which a text ends.
+    """Recognises one marker. It keeps no state: a place in it is how many of its first symbols a text ends with.
 
     A model may write a marker in other tokens than the tokenizer does: its last character may be in one token with the
     newline that follows.

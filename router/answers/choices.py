@@ -166,8 +166,8 @@ def _prompt_logprobs(body: SharedFields, logprobs: int | None, tokens: int) -> i
     others = (wanted or 0) + len(body.logprob_token_ids or ())
     if wanted is not None and tokens * (others + 1) > MAX_SCORES:
         raise InvalidRequest(
-            f"log-probabilities of a prompt may have {MAX_SCORES} values; {tokens} tokens with {others} others each "
-            "need more: ask for fewer, or shorten the prompt",
+            f"log-probabilities of a prompt may have {MAX_SCORES} values; {tokens} tokens with {others} "
+            "alternatives or named tokens each need more: ask for fewer, or shorten the prompt",
             param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
         )
     return wanted

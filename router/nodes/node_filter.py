@@ -19,7 +19,7 @@ class FilteredNodes(NamedTuple):
 
 
 class NodeFilter:
-    """The nodes that may get one request.
+    """Tells which nodes may get one request.
 
     A node of reduced weight takes part in no more than its share of all choices: the least loaded of a sample is often
     a node that is new, or one that does not report how slow it is.

@@ -14,7 +14,7 @@ import msgspec
 
 from router.nodes.registry import Node
 
-AGAIN_SECONDS = 0.25  # until a message is sent again to a node that could not be reached
+RETRY_SECONDS = 0.25  # until a message is sent again to a node that could not be reached
 # From routing id and message to whether the node can be reached.
 Send = Callable[[str, msgspec.Struct], bool]
 # From routing id and messages to how many of them were sent: fewer if the node cannot be reached.
@@ -70,7 +70,7 @@ class Outbox:
                 {"message": "a message to a node could not be sent", "exception": reason}
             )
         elif node.lost_by is None:
-            loop.call_later(AGAIN_SECONDS, self._post_again, node, message)
+            loop.call_later(RETRY_SECONDS, self._post_again, node, message)
 
     def _post_again(self, node: Node, message: msgspec.Struct) -> None:
         if node.lost_by is None:

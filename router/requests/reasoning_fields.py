@@ -15,7 +15,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class ReasoningSwitch(msgspec.Struct, frozen=True):
     """The switches of reasoning in one object, as SGLang takes them."""
 
-    effort: Effort | None = None  # before reasoning_effort
+    effort: Effort | None = None  # takes precedence over reasoning_effort
     enabled: bool | None = None  # sets enable_thinking and thinking
     max_tokens: int | None = None  # OpenRouter's name for thinking_token_budget
     exclude: bool | None = None  # true, as include_reasoning: false, leaves reasoning out
@@ -24,5 +24,5 @@ class ReasoningSwitch(msgspec.Struct, frozen=True):
 class ThinkingSwitch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The switch of reasoning as clients of DeepSeek send it."""
 
-    type: Literal["enabled", "disabled"]  # before reasoning.enabled
+    type: Literal["enabled", "disabled"]  # takes precedence over reasoning.enabled
     budget_tokens: int | None = None  # as thinking_token_budget

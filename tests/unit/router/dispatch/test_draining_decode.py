@@ -52,7 +52,7 @@ async def test_a_prompt_that_its_node_gives_back_is_placed_on_another_pair(says:
 async def test_a_prefill_node_that_could_not_be_reached_is_told_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.0)
     refused: list[str] = []
     async with router_rig() as rig:
         prefill, decode = await rig.pair()

@@ -132,7 +132,7 @@ async def test_what_is_posted_leaves_once_the_node_can_be_reached_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A connection that breaks for a moment must not let a request run on that its client has given up."""
-    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.0)
     sent = Sent()
     box = Outbox(sent)
     sent.gone = {DECODE.routing_id}
@@ -144,7 +144,7 @@ async def test_what_is_posted_leaves_once_the_node_can_be_reached_again(
 
 
 async def test_nothing_is_posted_to_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "RETRY_SECONDS", 0.0)
     sent, lost = Sent(), node("decode")
     box = Outbox(sent)
     sent.gone = {lost.routing_id}
