@@ -73,8 +73,8 @@ _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True, False),
     "extra_args": ({},),
     "flat_logprobs": (False,),
-    # How vLLM's engine hands tokens on: all so far, or at the end.
-    "output_kind": (0, 2),
+    # Whether vLLM's engine gives all tokens so far, new ones, or all at the end: `stream` decides, as in vLLM.
+    "output_kind": (0, 1, 2),
     "repetition_detection": (),
     "routed_experts_prompt_start": (0,),
     "skip_clone": (True, False),

@@ -134,13 +134,14 @@ NO_EFFECT = {
     "detokenize": False,
     "extra_args": {},
     "flat_logprobs": False,
-    "output_kind": 0,
     "skip_clone": True,
     "skip_reading_prefix_cache": False,
 }
 
 
-async def test_what_has_no_effect_is_taken(serve: Serve) -> None:
+# vLLM's rendered requests have 1 if they stream, otherwise 2.
+@pytest.mark.parametrize("output_kind", [0, 1, 2])
+async def test_what_has_no_effect_is_taken(output_kind: int, serve: Serve) -> None:
     rig = await serve(strict_fields=True)
     rig.generator.will(*one_by_one([331]))
     rendered: dict[str, Any] = {
@@ -149,7 +150,7 @@ async def test_what_has_no_effect_is_taken(serve: Serve) -> None:
         "token_offsets": [[0, 1]],
         "assistant_tokens_mask": [0],
     }
-    status, answer, _ = await rig.post(PATH, body(**NO_EFFECT) | rendered)
+    status, answer, _ = await rig.post(PATH, body(output_kind=output_kind, **NO_EFFECT) | rendered)
     assert status == 200, answer
 
 
