@@ -90,7 +90,7 @@ TOKENS_NAMES = {"prompt": "token_ids", **{name: f"sampling_params.{name}" for na
 
 
 class PromptOfTokens(CompletionRequest, frozen=True, kw_only=True):
-    """A completions request whose answer has no text, and by default the length of a chat's."""
+    """A completions request whose answer has no text, and whose default length is that of chats."""
 
     default_tokens: ClassVar[int | None] = None
     native: ClassVar[bool] = True

@@ -56,7 +56,7 @@ class Outbox:
         self._waiting.append(parcel)
 
     def post(self, node: Node, message: msgspec.Struct) -> None:
-        """Send one message, again and again while the node cannot be reached, until it is lost.
+        """Send one message. While the node cannot be reached, try again until the node is lost.
 
         Without that, what a client no longer wants would run to its end after a connection that broke for a moment.
         """

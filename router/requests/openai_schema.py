@@ -109,7 +109,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     """Fields of both endpoints."""
 
     default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
-    # True for the own routes of SGLang and vLLM, whose answers have their own form.
+    # True for routes of SGLang and vLLM whose answers have a form of their own.
     native: ClassVar[bool] = False
 
     model: str | None = None

@@ -104,7 +104,7 @@ class ControlRoutes:
         return web.Response()
 
     async def _abort(self, client: Client, given: Sequence[str]) -> None:
-        # As the requests were given the ids: without characters that ids do not have.
+        # The ids of requests are cleaned in the same way.
         ids = map(clean_request_id, (*given, *map(without_prefix, given)))
         order = AbortOrder(client.name, tuple(ids))
         found = self._requests.running.abort(client.name, order.ids)
