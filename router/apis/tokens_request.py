@@ -81,6 +81,8 @@ _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "spaces_between_special_tokens": (True, False),
 }
+# Prompts whose log-probabilities are asked for never read the prefix cache.
+_SCORED_NEUTRAL = _SAMPLING_NEUTRAL | {"skip_reading_prefix_cache": (True, False)}
 # As in vLLM, the model's generation_config.json does not apply.
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _SAMPLING = [name for name in TokensSampling.__struct_fields__ if name in CompletionRequest.__struct_fields__]
@@ -110,7 +112,8 @@ def read_tokens(raw: bytes | bytearray) -> TokensTask:
     request = decode_json(raw, _decoder)
     sampling = request.sampling_params
     refuse_fields(request, _NEUTRAL)
-    refuse_fields(sampling, _SAMPLING_NEUTRAL, "sampling_params.")
+    neutral = _SAMPLING_NEUTRAL if sampling.prompt_logprobs is None else _SCORED_NEUTRAL
+    refuse_fields(sampling, neutral, "sampling_params.")
     given = {name: getattr(sampling, name) for name in _SAMPLING}
     given |= {name: value for name, value in _DEFAULTS.items() if given[name] is None}
     shared = {name: getattr(request, name) for name in _SHARED}

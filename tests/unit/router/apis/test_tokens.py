@@ -117,7 +117,9 @@ async def test_log_probabilities_name_tokens_by_their_ids(rig: Rig) -> None:
 async def test_log_probabilities_of_the_prompt(rig: Rig, padding: bytes) -> None:
     scores = [PromptLogprob(-0.5, 1, (6,), (-0.5,)), PromptLogprob(-2.0, 3, (8,), (-0.25,))]
     rig.generator.will(TokenDelta([OutputToken(331)], "length", 0, scores))
-    _, answer, _ = await rig.post(PATH, json.dumps(body(prompt_logprobs=1)).encode() + padding)
+    # As vLLM writes such a request.
+    asked = body(prompt_logprobs=1, skip_reading_prefix_cache=True)
+    _, answer, _ = await rig.post(PATH, json.dumps(asked).encode() + padding)
     text = rig.tokenizer.token_text
     assert answer["prompt_logprobs"] == [
         None,
@@ -169,6 +171,11 @@ async def test_what_has_no_effect_is_taken(output_kind: int, serve: Serve) -> No
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens", "at least 1"),
         ({"sampling_params": {"stop": [""]}}, "sampling_params.stop", ""),
         ({"sampling_params": {"flat_logprobs": True}}, "sampling_params.flat_logprobs", "not supported"),
+        (
+            {"sampling_params": {"skip_reading_prefix_cache": True}},
+            "sampling_params.skip_reading_prefix_cache",
+            "send false",
+        ),
         (
             {"sampling_params": {"repetition_detection": {"min_count": 3}}},
             "sampling_params.repetition_detection",
