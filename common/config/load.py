@@ -129,7 +129,8 @@ def load_cluster(
         _refuse_other_names(data)
         raise _readable(error, given) from error
     for path, value in _leaves(data, ""):
-        if isinstance(value, str) and "\0" in value:
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(each, str) and "\0" in each for each in texts):
             raise ConfigError(
                 path, "a value must not contain a zero byte, which ends names of files; remove it"
             )

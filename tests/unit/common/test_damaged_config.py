@@ -64,9 +64,17 @@ def test_one_other_value_is_accepted_or_refused_by_name(
         assert about or key in str(refused), f"{key} = {value!r}: {refused}"
 
 
-@pytest.mark.parametrize("key", ["model.path", "speculation.draft_model_path", "security.api_keys"])
-def test_a_zero_byte_is_refused_by_name(key: str, directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.path", "a\0b"),
+        ("speculation.draft_model_path", "a\0b"),
+        ("security.api_keys", "a\0b"),
+        ("model.allowed_roots", ["/", "/a\0b"]),
+    ],
+)
+def test_a_zero_byte_is_refused_by_name(key: str, value: object, directory: Path) -> None:
     """It cannot be part of the name of a file, and ended the process with a traceback."""
-    file = changed(FILES[0].with_name("local-eagle.yaml"), key, "a\0b", directory)
+    file = changed(FILES[0].with_name("local-eagle.yaml"), key, value, directory)
     with pytest.raises(ConfigError, match=f"{key}: a value must not contain a zero byte"):
         load_cluster(file, environ={})
