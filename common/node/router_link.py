@@ -155,11 +155,16 @@ class RouterLink(Generic[M]):
         return self._sequence
 
     def start(self) -> None:
-        """Begin to send heartbeats. Raises what the constructor of Dealer does."""
+        """Begin to send heartbeats. Raises what the constructor of Dealer does, and RuntimeError without a thread."""
         identity = self._register.link_id(BEAT).encode()
         dealer = Dealer(self._context, self._address, identity, ROUTER_NAME, self._security, opens=False)
-        self._thread = threading.Thread(target=self._beat, args=(dealer,), name="heartbeat", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._beat, args=(dealer,), name="heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            dealer.close()
+            raise
+        self._thread = thread
 
     def publish(self, content: HeartbeatContent) -> None:
         """Set the content of the next heartbeats."""

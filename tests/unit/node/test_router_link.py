@@ -160,6 +160,22 @@ def test_a_node_that_cannot_send_heartbeats_does_not_start(rig: Rig, monkeypatch
         rig.link.start()
 
 
+def test_a_node_without_a_thread_for_heartbeats_does_not_start_and_closes_everything(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            rig.link.start()
+    rig.link.close()
+    ended = threading.Thread(target=rig.node_context.term, daemon=True)
+    ended.start()
+    until(lambda: not ended.is_alive())
+
+
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="td") as directory:
