@@ -21,9 +21,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.started
 
     def send(self, number: signal.Signals) -> None:
-        """Signal it if it is alive: the descriptor holds the process, so a later one with its pid gets nothing."""
+        """Signal it if it is alive: the descriptor holds the process, so a later one with its pid gets nothing.
+
+        Where the kernel gives no such descriptor, as in some containers, its pid has to do.
+        """
         with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(self.pid)
+            try:
+                descriptor = os.pidfd_open(self.pid)
+            except ProcessLookupError:
+                return
+            except OSError:
+                if self.alive:
+                    os.kill(self.pid, number)
+                return
             try:
                 if self.alive:
                     signal.pidfd_send_signal(descriptor, number)

@@ -325,9 +325,8 @@ def test_status_of_a_cluster_from_the_launch_scripts(
 
 
 def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_table(directory, "http://127.0.0.1:9")
-
     """Its pid may belong to another process by now, which gets no signal."""
+    make_table(directory, "http://127.0.0.1:9")
 
     def send(target: int, number: int) -> None:
         raise AssertionError(f"signal {number} was sent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -83,6 +84,24 @@ def test_a_later_process_with_the_same_pid_is_not_ended(processes: Processes) ->
     recorded = Entry(pid=child.pid, started=entry(child.pid).started - 1)
     assert end_launched([("decode-0", recorded)], PATIENCE) == []
     assert child.poll() is None
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
+def test_a_process_that_the_kernel_gives_no_descriptor_for_is_ended_by_its_pid(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Some container runtimes have no such call, or forbid it."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    child = processes.start(DRAINS)
+    earlier = Entry(pid=child.pid, started=entry(child.pid).started - 1)
+    assert end_launched([("decode-0", earlier)], PATIENCE) == []
+    assert child.poll() is None
+    assert end_launched([("decode-0", entry(child.pid))], PATIENCE) == []
+    assert child.wait(PATIENCE) == 0
 
 
 def test_processes_of_others_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
