@@ -21,6 +21,7 @@ from common.ipc.curve import Curve, Plain
 from common.ipc.session import SMALL, FrameKind, frame
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
+from tests.fakes.ipv6 import needs_ipv6
 from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
@@ -500,7 +501,7 @@ def test_the_socket_of_a_stopped_process_is_not_taken(context: Context, director
     assert file.exists()
 
 
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+@needs_ipv6
 def test_links_over_ipv6(context: Context) -> None:
     router, dealer = pair(context, "tcp://[::1]:*")
     assert router.address.startswith("tcp://[::1]:")

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +21,7 @@ from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.exhausted_listener import ExhaustedListener
+from tests.fakes.ipv6 import needs_ipv6
 from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
@@ -400,7 +400,7 @@ def test_descriptors_that_run_out_are_waited_for_without_work(
         assert peer.recv(4) == tcp_frames.CHALLENGE_MAGIC
 
 
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+@needs_ipv6
 def test_pages_over_ipv6(sender: TcpSender) -> None:
     with closing(TcpReceiver("::1", 0, SMALL)) as receiver:
         receiver.allocate(Region.KV, LAYOUT.total_bytes)
