@@ -75,11 +75,10 @@ def main(
 
 
 def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiKey, ...]:
-    """Add an entry and keep the comments of the file. The file is replaced atomically, not a link to it.
+    """Add an entry, keep the comments of the file, and return all keys.
 
-    Return all keys.
-
-    Raises ConfigError if the file cannot be read or the entry is not valid in it.
+    The file is replaced atomically; a link that leads to it stays. Raises ConfigError if the file cannot be read or the
+    entry is not valid in it.
     """
     if expires is not None and not TIME.fullmatch(expires):
         raise ConfigError("expires", f"{expires!r} is not a date; write 2027-01-31 or 2027-01-31T12:00:00Z")

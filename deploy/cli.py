@@ -193,7 +193,7 @@ def config(target: Target = str(DEFAULT), port: Port = None, overrides: Override
 class StartView:
     """Shows start-up progress: one bar per process on a terminal, otherwise one line per change.
 
-    Without a thread that draws: this process forks meanwhile. If the terminal is closed, nothing more is drawn.
+    No thread draws, because this process forks meanwhile. If the terminal is closed, nothing more is drawn.
     """
 
     def __init__(self) -> None:

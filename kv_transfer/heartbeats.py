@@ -39,7 +39,7 @@ class Heartbeats:
     def must_announce(self, seconds: float) -> bool:
         """Note that the loop may be busy for `seconds` from now on; return whether peers must be notified first.
 
-        It replaces what was noted before: of a launch that ended early, nothing is left. Less than
+        It replaces what was noted before, so that nothing is left of a launch that ended early. Less than
         MIN_ANNOUNCED_SECONDS counts as nothing, because no peer would miss a heartbeat.
         """
         now = self.clock()

@@ -135,7 +135,8 @@ class Inbound:
     def overdue(self, now: float, limits: TransferLimits) -> tuple[str, str, str] | None:
         """Return (cause, code, reason) if the room has waited too long, else None.
 
-        It waits since its latest progress, but not while its sender does work that it has announced.
+        The wait begins at its latest progress, or at the end of the work that its sender has announced, if that is
+        later.
         """
         if self.deadline is not None and now >= self.deadline:
             return "deadline", DeadlineExceeded.code, "the request's deadline passed before its KV arrived"

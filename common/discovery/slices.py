@@ -36,7 +36,7 @@ FAILURES = (
     NoAnswer,
     msgspec.MsgspecError,
     UnicodeError,
-    RuntimeError,  # no thread can be started, in which a name would be looked up
+    RuntimeError,  # no thread can be started to look a name up
 )
 
 
