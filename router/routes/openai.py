@@ -256,7 +256,7 @@ class OpenAiRoutes:
             try:
                 if options is None or own is not None or reasons:
                     constraint, limit = read_constraint(fields), None
-                    reasons = REASONING_FIELDS.given(fields)
+                    reasons = REASONING_FIELDS.values(fields) != REASONING_FIELDS.nulls
                     if reasons:
                         constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
                     grammar = await self._texts.grammar(constraint, model)
