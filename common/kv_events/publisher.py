@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from common.errors import ConfigError
+from common.ipc.curve import is_ipv6
 from common.kv_cache.page_space import contents_of
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
 from common.kv_events.plan import KvEventsPlan
@@ -201,7 +202,7 @@ class KvEventPublisher:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         socket.setsockopt(zmq.SNDHWM, 2 * self._plan.replay_batches + 2)
-        socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

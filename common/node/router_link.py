@@ -122,7 +122,8 @@ class RouterLink(Generic[M]):
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
         self._resets = 0
         self._given_up = False  # the router answers but does not know this node; written by the thread
-        self._forgotten = False  # the same, noticed while the node is not registered
+        self._late_work = False  # work has arrived that the node read while it was not registered
+        self._forgotten = False  # the router has forgotten that work
         self._sequence = 0
         self._registered_at = 0  # echoes up to this sequence precede the registration
         self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
@@ -190,11 +191,13 @@ class RouterLink(Generic[M]):
             except ProtocolError as error:
                 self.refused_messages += 1
                 self._log.warning("refused a message from the router", error=str(error))
+        if self._router is None and any(not isinstance(each, _CONTROL) for each in messages):
+            self._late_work = True
         if self._dealer.resets != self._resets:
             # Another router listens at the address, or this one has forgotten the node and its requests.
             self._resets = self._dealer.resets
             self._given_up = True
-            self._forgotten = self._router is None
+            self._forgotten, self._late_work = self._late_work, False
             self._asked_at = -1e9
         for message in messages:
             if isinstance(message, Registered):
@@ -202,7 +205,7 @@ class RouterLink(Generic[M]):
                 # An older echo proves nothing.
                 self._echo = (message.router_incarnation, self._clock())
                 self._registered_at = self._sequence
-                self._given_up = False
+                self._given_up = self._forgotten = self._late_work = False
         self._register_if_needed()
         return control_first(messages)
 

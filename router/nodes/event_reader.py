@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import zmq
 
 from common.errors import HandshakeRefused, ProtocolError
+from common.ipc.curve import is_ipv6
 from common.kv_events.wire import SEQUENCE_BYTES, Batch, decode, sequence_of
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
@@ -188,7 +189,7 @@ class EventReader:
         # A node may publish where this router cannot connect: the attempts become rare.
         socket.setsockopt(zmq.RECONNECT_IVL, 500)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 30_000)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.connect(address)
         return socket
 

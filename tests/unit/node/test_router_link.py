@@ -310,6 +310,20 @@ def test_work_that_a_router_has_forgotten_is_dropped_although_it_was_read_late(r
     assert not rig.link.lost()
 
 
+def test_a_router_that_was_replaced_after_its_loss_was_noticed_is_not_lost_again(rig: Rig) -> None:
+    """Work that the node has taken from elsewhere in between would be dropped with it."""
+    rig.register()
+    rig.clock.now += TIMEOUT + 0.001
+    assert rig.link.lost()
+    rig.replace_router()
+    asked = len(rig.said(Register))
+    until(lambda: rig.link.drain() or len(rig.said(Register)) > asked)
+    assert not rig.link.lost()
+    rig.clock.now += REGISTER_INTERVAL
+    rig.register()
+    assert not rig.link.lost()
+
+
 def test_work_of_a_router_that_only_stalled_is_kept_before_it_answers_the_registration(rig: Rig) -> None:
     rig.register()
     rig.clock.now += TIMEOUT + 0.001
