@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from common.discovery.slots import RouterSlot, SlotTable
-from common.ipc.host_lookup import MAX_ADDRESSES, Resolve, resolve, tcp_address
+from common.ipc.host_lookup import MAX_ADDRESSES, Resolve, not_found, resolve, tcp_address
 from common.node_names import DNS
 
 INTERVAL = 5.0  # seconds between two lookups
@@ -35,7 +35,8 @@ class DnsRouters:
             self._asked.clear()
             try:
                 found = self._resolve(self._name)[:MAX_ADDRESSES]
-            except (OSError, UnicodeError):
+            except (OSError, UnicodeError) as error:
+                self._table.problem = not_found(self._name, error)
                 found = []
             if found:
                 self._table.replace([tcp_address(each, self._port) for each in found])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 # A slot dials an address that is no longer listed for this long, because a draining router is not listed either.
 HOLD_SECONDS = 30.0
+NONE_FOUND = "no router is found"
 EPISODE_SECONDS = 10.0  # a dial later than this after the one before is not about the same failure
 
 
@@ -21,6 +22,7 @@ class SlotTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._listed: tuple[str, ...] = ()
+        self.problem = NONE_FOUND  # why a slot has no address
         self._held: list[str | None] = [None] * slots
         self._failing = [0.0] * slots  # when the slot first dialled an address that is not listed
         self._dialled = [-EPISODE_SECONDS] * slots
@@ -29,6 +31,9 @@ class SlotTable:
         """Set the addresses of all routers. A slot keeps its address until it dials again, so no connection ends."""
         with self._lock:
             self._listed = tuple(dict.fromkeys(addresses))
+        self.problem = (
+            NONE_FOUND if not addresses else "each router that is found has another link of this node"
+        )
 
     def dial(self, slot: int) -> str | None:
         """Return the address that a slot without a connection dials now; None if there is none for it."""
@@ -65,3 +70,7 @@ class RouterSlot:
 
     def next(self) -> str | None:
         return self._table.dial(self._index)
+
+    @property
+    def problem(self) -> str:
+        return self._table.problem

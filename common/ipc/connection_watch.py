@@ -6,7 +6,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as integers: pyzmq converts its enums at each call
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ConnectionWatch:
@@ -19,6 +19,7 @@ class ConnectionWatch:
         self._watched = watched
         self._monitor: zmq.Socket[bytes] | None = None
         self._lost_at: float | None = None
+        self.met = False  # a listener has accepted a connection since the last one that was made
         if not address.startswith("inproc://"):
             self._monitor = watched.get_monitor_socket(_EVENTS)
             self._lost_at = now
@@ -29,8 +30,12 @@ class ConnectionWatch:
         # Reading without a message would raise an exception, which costs three times as much as asking.
         while self._monitor is not None and int(self._monitor.getsockopt(EVENTS)) & READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            if event == zmq.EVENT_CONNECTED:  # of TCP: the handshake comes next
+                self.met = True
+                continue
             made = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._lost_at = None if made else self._lost_at or now
+            self.met = self.met and not made
         return made
 
     def disconnected_for(self, now: float) -> float:

@@ -94,6 +94,25 @@ class Dealer(Channel):
         return self._watch.disconnected_for(now)
 
     @property
+    def at(self) -> str:
+        """The configured address, and the one that was dialled for it last."""
+        text = self._host.text
+        return text if self._dialled in (None, text) else f"{text} ({self._dialled})"
+
+    def trouble(self) -> str:
+        """Say why there is no connection; empty while there is one."""
+        if self.disconnected_for() == 0.0:
+            return ""
+        if self._dialled is None:
+            return self._host.problem
+        if self._watch.met:
+            return (
+                "connections are accepted and ended before their handshake is over: check what listens there, and that "
+                "both have the keys of one cluster"
+            )
+        return "nobody accepts a connection there"
+
+    @property
     def idle(self) -> bool:
         """True if no frame waits for an acknowledgement, sent or received."""
         return self._session.idle

@@ -34,6 +34,11 @@ class Host(Protocol):
         """Return the address to dial now; None if none is known."""
         ...
 
+    @property
+    def problem(self) -> str:
+        """Why no address is known, if none is."""
+        ...
+
 
 def tcp_address(host: str, port: str) -> str:
     """Return the ZMQ address of a port of an IP address."""
@@ -46,11 +51,17 @@ def resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def not_found(name: str, error: OSError | UnicodeError) -> str:
+    """Say that a name was not found and why."""
+    return f"the addresses of {name} are not found: {error}"
+
+
 class FixedHost:
     """The address of a peer that needs no lookup: an IP address, this host, a path."""
 
     def __init__(self, address: str) -> None:
         self.text = address
+        self.problem = ""
 
     def ask(self) -> None:
         pass
@@ -67,7 +78,9 @@ class HostLookup:
         self._name = name
         self._port = port
         self._resolve = resolve
-        self._found: tuple[str, ...] = ()  # written by the thread of a lookup
+        # Written by the thread of a lookup.
+        self._found: tuple[str, ...] = ()
+        self.problem = f"the addresses of {name} are not known yet"
         self._latest: str | None = None
         self._thread: threading.Thread | None = None
         self.ask()
@@ -93,7 +106,8 @@ class HostLookup:
     def _look_up(self) -> None:
         try:
             found = tuple(self._resolve(self._name)[:MAX_ADDRESSES])
-        except (OSError, UnicodeError):
+        except (OSError, UnicodeError) as error:
+            self.problem = not_found(self._name, error)
             return
         if found:
             self._found = found

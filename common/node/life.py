@@ -26,6 +26,7 @@ from common.messages.router_inbox import ChangeAnswered, Goodbye
 from common.node.lost_peers import LostPeers
 from common.node.profiles import Profiler
 from common.node.refusals import Refusals
+from common.node.registration_log import RegistrationLog
 from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
@@ -117,6 +118,7 @@ class NodeLife(Generic[Work]):
         self._ending = False
         self._drain_until = float("inf")
         self._throughput = ThroughputLog(log, clock)
+        self._registrations = RegistrationLog(log, clock())
         self._swept = 0.0
         self._stopping = False
         self._refusal = ""  # why routers refuse this node, once it ends because of that
@@ -178,6 +180,7 @@ class NodeLife(Generic[Work]):
                 handlers.peer_lost(incarnation)
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
+            self._registrations.look(self._links.all, now)
             handlers.sweep(now)
 
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:

@@ -124,6 +124,7 @@ class RouterLink(Generic[M]):
         self._given_up = False  # the router answers but does not know this node; written by the thread
         self._late_work = False  # work has arrived that the node read while it was not registered
         self._forgotten = False  # the router has forgotten that work
+        self._refusal = ""  # the router's reason, after it has refused the last registration
         self._sequence = 0
         self._registered_at = 0  # echoes up to this sequence precede the registration
         self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
@@ -144,6 +145,17 @@ class RouterLink(Generic[M]):
     @property
     def registered(self) -> bool:
         return self._router is not None
+
+    @property
+    def address(self) -> str:
+        """Where the router is looked for."""
+        return self._dealer.at
+
+    def unregistered_because(self) -> str:
+        """Say why the router has not registered this node."""
+        if trouble := self._dealer.trouble():
+            return trouble
+        return self._refusal or "it is connected and has not answered the registration"
 
     @property
     def last_echo(self) -> tuple[str, float] | None:
@@ -206,6 +218,9 @@ class RouterLink(Generic[M]):
                 self._echo = (message.router_incarnation, self._clock())
                 self._registered_at = self._sequence
                 self._given_up = self._forgotten = self._late_work = False
+                self._refusal = ""
+            elif isinstance(message, Rejected):
+                self._refusal = message.reason
         self._register_if_needed()
         return control_first(messages)
 

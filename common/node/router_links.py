@@ -48,6 +48,10 @@ class RouterLinks(Generic[M]):
         return (link.socket for link in self._links)
 
     @property
+    def all(self) -> Sequence[RouterLink[M]]:
+        return self._links
+
+    @property
     def count(self) -> int:
         """Number of routers, with those that do not answer."""
         return len(self._links)

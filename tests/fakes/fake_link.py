@@ -45,6 +45,11 @@ class FakeLink:
 
     # -- the interface of RouterLink
 
+    address = "tcp://router:5600"
+
+    def unregistered_because(self) -> str:
+        return "it is a fake"
+
     def send(self, message: RouterMessage) -> None:
         self._said.append(encode(message))
 

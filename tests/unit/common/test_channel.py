@@ -295,8 +295,10 @@ def test_another_process_at_the_address_is_noticed(context: Context, directory: 
 def test_a_dealer_knows_whether_it_is_connected(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     assert until(lambda: dealer.disconnected_for() == 0.0)
+    assert dealer.trouble() == ""
     router.close()
     assert until(lambda: dealer.disconnected_for() > 0.0)
+    assert dealer.trouble() == "nobody accepts a connection there"
 
 
 def test_a_full_queue_is_false_and_does_not_block(context: Context, directory: Path) -> None:

@@ -102,6 +102,14 @@ def test_a_dns_server_that_is_down_takes_nothing_away(names: Names) -> None:
     assert lookup.next() == "tcp://10.0.0.1:5600"
 
 
+def test_why_there_is_no_address(names: Names) -> None:
+    names.answers.clear()
+    lookup = HostLookup("tandem-router", "5600")
+    assert lookup.problem == "the addresses of tandem-router are not known yet"
+    names.answers.set()
+    until(lambda: "are not found: [Errno -2] Name or service not known" in lookup.problem)
+
+
 def test_one_lookup_runs_at_a_time_and_holds_nobody_up(names: Names) -> None:
     names.answers.clear()
     lookup = HostLookup("tandem-router", "5600")
@@ -184,6 +192,9 @@ def test_a_router_is_found_again_where_its_name_leads_now(
         until(lambda: (dealer.drain(), names.asked >= 2)[1])
         names.addresses = ["127.0.0.99"]
         until(lambda: (dealer.drain(), dealer.dials >= 2)[1])
+        assert dealer.trouble() == "nobody accepts a connection there"
+        assert dealer.at.startswith("tcp://tandem-router:")
+        assert "127.0.0." in dealer.at
         names.addresses = ["127.0.0.1"]
         assert until(heard) == [(b"decode-0/abc", b"hello")]
     finally:

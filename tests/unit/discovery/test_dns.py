@@ -10,6 +10,7 @@ import pytest
 from common.discovery import dns
 from common.discovery.dns import DnsRouters
 from common.discovery.places import router_places
+from common.discovery.slots import NONE_FOUND
 from common.node_plan import RouterPlan
 from common.observability.logs import Log
 from tests.fakes.waiting import PATIENCE, until
@@ -47,6 +48,7 @@ def test_each_address_of_the_name_gets_a_link() -> None:
         one, two, three = routers.slots
         assert until(one.next) == "tcp://10.0.0.1:5600"
         assert (two.next(), three.next()) == ("tcp://[fd00::2]:5600", None)
+        assert three.problem == "each router that is found has another link of this node"
         assert one.text == "dns://tandem-router:5600"
 
 
@@ -69,6 +71,15 @@ def test_a_failing_server_takes_no_router_away(failure: OSError | None) -> None:
         asked = server.asked
         until(lambda: server.asked > asked + 2)
         assert two.next() == "tcp://10.0.0.2:5600"
+
+
+def test_why_no_router_is_found() -> None:
+    server = Server()
+    with closing(DnsRouters("dns://tandem-router:5600", 1, server)) as routers:
+        (slot,) = routers.slots
+        assert slot.problem == NONE_FOUND
+        server.failing = OSError("no answer")
+        until(lambda: slot.problem == "the addresses of tandem-router are not found: no answer")
 
 
 def test_a_server_that_does_not_answer_holds_nobody_up() -> None:

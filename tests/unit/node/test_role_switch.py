@@ -102,6 +102,7 @@ class Links:
     """Delivers the given messages once, and keeps what the life publishes and answers."""
 
     registered: tuple[()] = ()
+    all: tuple[()] = ()
     count = 1
 
     def __init__(self) -> None:
