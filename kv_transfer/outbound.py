@@ -58,9 +58,8 @@ class Outbound:
     limits: TransferLimits
     counters: SenderCounters
     expected_at: float  # when its prompt arrived
-    # Start of the wait for slots: the same time, or that of the latest Queued, or the end of the work that the decode
-    # node has announced, whichever is last.
-    waits_since: float
+    named_at: float  # the same time, or that of the latest Queued with this room
+    busy_until: float  # end of the work that the decode node has announced last
     deadline: float | None
     decode: str = ""  # incarnation that may grant; "" for any
     state: SendState = SendState.EXPECTED
@@ -75,6 +74,11 @@ class Outbound:
     _record: HandoffRecord | None = None
     _moved: int = -1  # latest value of endpoint.progress
     _moved_at: float = 0.0
+
+    @property
+    def waits_since(self) -> float:
+        """Start of the wait for slots."""
+        return max(self.named_at, self.busy_until)
 
     @property
     def settled(self) -> bool:

@@ -51,15 +51,29 @@ class SenderHeartbeats(Heartbeats):
         for peer, named in rooms.items():
             self._send(peer.identity, Working(tuple(named[:MAX_ROOMS]), self.busy_ms))
 
-    def handle(self, peer: Peer | None, queued: Queued) -> None:
-        """Process the message of a decode node that names rooms that wait for pages, or says that it will be busy."""
+    def handle(self, peer: Peer | None, queued: Queued) -> list[OutboundRoom]:
+        """Process the message of a decode node that names rooms that wait for pages, or says that it will be busy.
+
+        Returns the rooms that may now be given up sooner than before: the node has announced work that ended early.
+        """
+        sooner: list[OutboundRoom] = []
         if peer is None:
-            return
-        peer.busy_until = self.clock() + queued.busy_ms / 1000
+            return sooner
+        now = self.clock()
+        peer.busy_until = now + queued.busy_ms / 1000
         named = set(queued.rooms)
-        for outbound in self._parts():
-            if outbound.decode == peer.incarnation and (outbound.room in named or queued.busy_ms):
-                outbound.waits_since = max(outbound.waits_since, peer.busy_until)
+        for room in self._rooms.values():
+            for outbound in room.parts:
+                if outbound.decode != peer.incarnation:
+                    continue
+                # A message that announces nothing ends what was announced before.
+                busy_until = peer.busy_until if queued.busy_ms else min(outbound.busy_until, now)
+                if busy_until < outbound.busy_until:
+                    sooner.append(room)
+                outbound.busy_until = busy_until
+                if outbound.room in named:
+                    outbound.named_at = now
+        return sooner
 
     def _parts(self) -> Iterator[Outbound]:
         return (part for room in self._rooms.values() for part in room.parts)

@@ -725,6 +725,25 @@ def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
     assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == [1]
 
 
+def test_work_of_a_decode_node_that_ends_early_delays_no_deadline() -> None:
+    rig = Rig()
+    rig.begin(9)
+    rig.decode.pump()
+    rig.sender.expect(1, decodes=(rig.decode.incarnation,))
+    rig.sender.expect(2, decodes=(rig.decode.incarnation,))
+    rig.receiver.heartbeats.announce(5 * LIMITS.slots_timeout)
+    rig.prefill.poll()
+    rig.clock.now += LIMITS.slots_timeout
+    assert not any(isinstance(event, TransferLost) for event in rig.prefill.poll())
+    rig.receiver.heartbeats.announce(0.0)
+    for lost in ([], [], [2]):
+        rig.receiver.heartbeats.send_due([(rig.prefill.incarnation, 1)])
+        assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == lost
+        rig.clock.now += LIMITS.slots_timeout - 1
+    rig.clock.now += 1
+    assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == [1]
+
+
 def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:
     rig = Rig()
     rig.begin()
