@@ -22,6 +22,7 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # cached results would prove nothing
     environment["TRITON_DISABLE_LINE_INFO"] = "1"  # only debuggers read it
+    environment["DISABLE_PTXAS_OPT"] = "1"  # a fifth of the time; what is checked is decided before
     done = subprocess.run(
         [sys.executable, "-m", "tests.fakes.compile_for", "90", "89"],
         cwd=Path(__file__).parents[3],
