@@ -27,6 +27,7 @@ from tests.cluster.harness import Client
 
 TAIL = 6.0  # seconds of load after the last fault
 BATCHES = 3  # measured in the undisturbed cluster
+SPREAD_SECONDS, SPREAD_INTERVAL = 1.0, 0.02  # of short requests that reach every pair
 Batch = tuple[float, float, int]  # (since, until, tokens)
 
 
@@ -93,8 +94,9 @@ class Experiment:
             self._load = load = Load(
                 self._cluster.url, [*cases, *stops], options.clients, options.seed, options.give_up
             )
-            # One batch runs in any case, so that every pair has its connections.
-            for _ in range(1 if options.no_batches else BATCHES):
+            # Leaks are found by comparison: every pair must have its connections now.
+            await load.burst(SPREAD_SECONDS, SPREAD_INTERVAL)
+            for _ in range(0 if options.no_batches else BATCHES):
                 self._before.append(await load.batch())
             await client.wait_idle()
         return load
