@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
+from tests.fakes import rank_forks
 from tests.fakes.network_namespace import enter_network
 
 # typer imports parts of pydantic when it parses arguments.
@@ -255,6 +256,7 @@ def main() -> None:
             import_module(name)
     build = import_module("router.build")
     build.Spawner = partial(build.Spawner, TEXT_FORKS)  # type: ignore[attr-defined]
+    import_module("common.node.ranks.processes").subprocess = rank_forks  # type: ignore[attr-defined]
     # Huge pages of a fork would be a copy of most of the memory of this process, which takes up to two seconds.
     import_module("common.huge_pages").SECONDS = 0.0  # type: ignore[attr-defined]
     # A collection in a fork would visit, and so copy, all that was imported.

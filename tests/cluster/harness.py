@@ -24,6 +24,7 @@ import yaml
 
 from common.config.router_processes import names_router, router_name
 from tests.cluster import fork_server
+from tests.fakes import rank_forks
 from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +217,8 @@ class RunningCluster:
     def rank_pids(self, name: str) -> list[int]:
         """Return the process ids of a node's ranks 1 and up."""
         _, *children = with_children(Path(f"/proc/{self.processes[name].pid}"))
-        return [int(each.name) for each in children if b"_node.rank" in (each / "cmdline").read_bytes()]
+        names = {each: (each / "cmdline").read_text() + (each / "comm").read_text() for each in children}
+        return [int(each.name) for each, name in names.items() if rank_forks.NAME in name]
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
         """Return (address, port) of every listening TCP socket of the process and its children."""

@@ -1,0 +1,92 @@
+"""Starts the ranks of nodes in test clusters as forks of rank 0, in the place of `subprocess` in its module.
+
+A node starts its other ranks before anything else. In a test cluster it is itself a fork of a process that has
+imported torch (fork_server.py), so its forks save the seconds in which each rank would import it again. They have the
+same parent, descriptors and end as processes that are started without a fork; those are tested in tests/unit/node/ranks
+and with the commands of deploy/.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import runpy
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired
+from typing import NoReturn
+
+NAME = "_node.rank"  # of the processes; their command line is that of rank 0
+__all__ = ["DEVNULL", "Popen", "TimeoutExpired"]
+
+
+class Popen:
+    """The part of subprocess.Popen that ranks are started with, for `python -m MODULE DESCRIPTOR`."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], preexec_fn: Callable[[], None]
+    ) -> None:
+        assert stdin == DEVNULL
+        self._command = command
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            preexec_fn()
+            Path("/proc/self/comm").write_text(NAME)
+            _run(command[2], command[3:], pass_fds)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        descriptor = os.pidfd_open(self.pid) if self.poll() is None else None
+        if descriptor is not None:
+            try:
+                select.select([descriptor], [], [], timeout)
+            finally:
+                os.close(descriptor)
+        code = self.poll()
+        if code is None:
+            raise TimeoutExpired(self._command, timeout)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _no_timer(*arguments: object, **options: object) -> None:
+    pass
+
+
+def _run(module: str, arguments: Sequence[str], kept: Sequence[int]) -> NoReturn:
+    """Run the module as the main program of this fork, and end without a return to the frames of rank 0."""
+    status = 1
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        below = 3
+        for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+            os.closerange(below, descriptor)
+            below = descriptor + 1
+        sys.argv = [module, *arguments]
+        # Its thread, which rank 0 has started, was not forked, and setting the timer again would wait for it.
+        faulthandler.dump_traceback_later = faulthandler.cancel_dump_traceback_later = _no_timer  # type: ignore[assignment]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
