@@ -2,8 +2,7 @@
 
 A node starts its other ranks before anything else. In a test cluster it is itself a fork of a process that has
 imported torch (fork_server.py), so its forks save the seconds in which each rank would import it again. They have the
-same parent, descriptors and end as processes that are started without a fork; those are tested in tests/unit/node/ranks
-and with the commands of deploy/.
+same parent, descriptors and end as processes that are started without a fork; those are tested in tests/unit/node/ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import runpy
 import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +32,7 @@ class Popen:
     ) -> None:
         assert stdin == DEVNULL
         self._command = command
+        self._reaping = threading.Lock()  # the watchdog's thread polls, too
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -40,11 +41,12 @@ class Popen:
             _run(command[2], command[3:], pass_fds)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._reaping:
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float) -> int:
         descriptor = os.pidfd_open(self.pid) if self.poll() is None else None

@@ -315,9 +315,12 @@ def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert len(open_descriptors()) == open_before
 
 
-def test_a_process_ends_without_a_word_if_rank_0_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("module", ["prefill_node.rank", "decode_node.rank"])
+def test_a_process_ends_without_a_word_if_rank_0_cannot_start(
+    module: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     open_before = len(open_descriptors())
-    started = start_ranks(ENTRY, ["cpu"] * 2)
+    started = start_ranks(module, ["cpu"] * 2)
     assert started is not None
     started.channels[0].close()
     assert started.processes[0].wait(PATIENCE) == 1
