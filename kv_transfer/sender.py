@@ -118,7 +118,9 @@ class Sender:
         peer = self.peers.find(decode)
         now = self._clock()
         busy_until = now if peer is None else peer.busy_until
-        return Outbound(room, self.endpoint, self._limits, self.counters, now, now, busy_until, deadline, decode)
+        return Outbound(
+            room, self.endpoint, self._limits, self.counters, now, now, busy_until, deadline, decode
+        )
 
     def slots(self, room: int) -> GrantedSlots | None:
         """Return the grant; None while a decode rank has not granted, and for a lost room."""

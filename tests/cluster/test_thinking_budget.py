@@ -50,9 +50,17 @@ class Reference:
         self.think, self.think_end = (id_of(self.encoder, each) for each in (THINK, THINK_END))
         self._model: Any = checkpoint.load(MODEL)
         self._end = id_of(self.encoder, END)
+        self._answers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+    def answer(self, prompt: list[int], tokens: int) -> list[int]:
+        """Return the answer whose reasoning has at most `tokens` tokens."""
+        key = tokens, tuple(prompt)
+        if key not in self._answers:
+            self._answers[key] = self._generate(prompt, tokens)
+        return self._answers[key]
 
     @torch.inference_mode()
-    def answer(self, prompt: list[int], tokens: int) -> list[int]:
+    def _generate(self, prompt: list[int], tokens: int) -> list[int]:
         settings = {"do_sample": False, "max_new_tokens": MAX_TOKENS, "eos_token_id": [self._end]}
         rules = LogitsProcessorList([Budget(len(prompt), tokens, self.think, self.think_end)])
         config = GenerationConfig.from_dict({**settings, "pad_token_id": self._end})

@@ -66,6 +66,13 @@ def test_rms_norm(dtype: torch.dtype, stored: torch.dtype, shape: tuple[int, ...
     close(normed, expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 96), (17, 2, 128), (3, 1000), (64, 4096)])
+def test_one_call_computes_what_transformers_does_in_several(shape: tuple[int, ...]) -> None:
+    x, weight = 3 * torch.randn(shape), torch.randn(shape[-1])
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(rms_norm_reference(x, weight, 1e-6), weight * (x * scale))
+
+
 def test_a_float32_weight_multiplies_before_the_norm_is_rounded() -> None:
     """A weight of 1 + 2^-11 changes no value that was rounded first, but many that are rounded once."""
     x = torch.randn(64, 32).half()
