@@ -58,10 +58,10 @@ class Outbound:
     limits: TransferLimits
     counters: SenderCounters
     expected_at: float  # when its prompt arrived
-    named_at: float  # the same time, or that of the latest Queued with this room
     busy_until: float  # end of the work that the decode node has announced last
     deadline: float | None
     decode: str = ""  # incarnation that may grant; "" for any
+    named_at: float = 0.0  # when a Queued has named it last
     state: SendState = SendState.EXPECTED
     peer: Peer | None = None
     slots: Slots | None = None
@@ -78,7 +78,7 @@ class Outbound:
     @property
     def waits_since(self) -> float:
         """Start of the wait for slots."""
-        return max(self.named_at, self.busy_until)
+        return max(self.expected_at, self.named_at, self.busy_until)
 
     @property
     def settled(self) -> bool:

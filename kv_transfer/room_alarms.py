@@ -19,12 +19,12 @@ class RoomAlarms:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, room: OutboundRoom) -> None:
-        """Set the alarm of a room, if there is anything that it waits for."""
-        when = room.alarm
-        if when == float("inf"):
-            return
-        heapq.heappush(self._heap, (when, room.room))
+    def add(self, *rooms: OutboundRoom) -> None:
+        """Set the alarms of rooms, of each if there is anything that it waits for."""
+        for room in rooms:
+            when = room.alarm
+            if when < float("inf"):
+                heapq.heappush(self._heap, (when, room.room))
         if len(self._heap) > 4 * len(self._rooms) + 64:
             alive = [(each.alarm, each.room) for each in self._rooms.values()]
             self._heap = [alarm for alarm in alive if alarm[0] < float("inf")]

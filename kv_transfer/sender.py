@@ -117,10 +117,8 @@ class Sender:
     def _part(self, room: int, deadline: float | None, decode: str) -> Outbound:
         peer = self.peers.find(decode)
         now = self._clock()
-        busy_until = now if peer is None else peer.busy_until
-        return Outbound(
-            room, self.endpoint, self._limits, self.counters, now, now, busy_until, deadline, decode
-        )
+        busy_until = 0.0 if peer is None else peer.busy_until
+        return Outbound(room, self.endpoint, self._limits, self.counters, now, busy_until, deadline, decode)
 
     def slots(self, room: int) -> GrantedSlots | None:
         """Return the grant; None while a decode rank has not granted, and for a lost room."""
@@ -228,8 +226,7 @@ class Sender:
         if isinstance(decoded, AbortTransfer):
             self._abort(peer, incarnation, known, decoded)
         elif isinstance(decoded, messages.Queued):
-            for room in self.heartbeats.handle(known, decoded):
-                self.alarms.add(room)
+            self.alarms.add(*self.heartbeats.handle(known, decoded))
         elif known is None:
             self.counters.ungreeted_slots += 1
             self._notify(peer, messages.HelloNeeded())

@@ -36,7 +36,7 @@ class Host(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why no address is known, if none is."""
+        """The reason for which no address is known, if none is."""
         ...
 
 

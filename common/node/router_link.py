@@ -148,7 +148,7 @@ class RouterLink(Generic[M]):
 
     @property
     def address(self) -> str:
-        """Where the router is looked for."""
+        """The address at which the router is looked for."""
         return self._dealer.at
 
     def unregistered_because(self) -> str:

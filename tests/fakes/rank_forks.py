@@ -2,7 +2,7 @@
 
 A node starts its other ranks before anything else. In a test cluster it is itself a fork of a process that has
 imported torch (fork_server.py), so its forks save the seconds in which each rank would import it again. They have the
-same parent, descriptors and end as processes that are started without a fork; those are tested in tests/unit/node/ranks.
+same parent, descriptors and end as processes that are started without a fork, which tests/unit/node/ranks tests.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _run(module: str, arguments: Sequence[str], kept: Sequence[int]) -> NoReturn
             below = descriptor + 1
         sys.argv = [module, *arguments]
         # Its thread, which rank 0 has started, was not forked, and setting the timer again would wait for it.
-        faulthandler.dump_traceback_later = faulthandler.cancel_dump_traceback_later = _no_timer  # type: ignore[assignment]
+        faulthandler.dump_traceback_later = faulthandler.cancel_dump_traceback_later = _no_timer
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
