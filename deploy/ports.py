@@ -139,7 +139,7 @@ def _lines(table: Path) -> list[str]:
 def _addresses(host: str) -> set[Address]:
     try:
         found = socket.getaddrinfo(host or None, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError:
+    except (OSError, UnicodeError):
         # The process that binds to it reports that.
         return set()
     return {ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found}

@@ -160,9 +160,12 @@ async def listening_sockets(host: str, port: int, backlog: int, shared: bool = F
 
     `shared`: other processes of this user listen there, too, and the kernel gives each connection to one of them.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
     made: list[socket.socket] = []
     try:
         for family, _, _, _, address in dict.fromkeys(found):

@@ -116,6 +116,11 @@ def test_the_ports_of_kv_events_are_checked_for_every_node(load: Load, key: str)
         assert caught.value.path == f"kv_events.{key}"
 
 
+def test_a_text_that_cannot_be_a_name_is_left_to_the_process_that_binds_to_it(load: Load) -> None:
+    with listener() as (_, port):
+        check_ports(load(port=port, host="a" * 64), lambda: False)
+
+
 def test_a_process_that_ends_soon_is_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "LEAVE_SECONDS", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -151,6 +151,12 @@ async def test_a_port_that_is_taken_leaves_no_socket_open() -> None:
     assert raised.value.errno == errno.EADDRINUSE
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+async def test_a_text_that_cannot_be_a_name_is_not_found(host: str) -> None:
+    with pytest.raises(socket.gaierror):
+        await listening_sockets(host, 0, backlog=8)
+
+
 async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
