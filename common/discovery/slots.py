@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 # A slot dials an address that is no longer listed for this long, because a draining router is not listed either.
 HOLD_SECONDS = 30.0
-NONE_FOUND = "no router is found"
 EPISODE_SECONDS = 10.0  # a dial later than this after the one before is not about the same failure
+NONE_FOUND = "no router is found"
 
 
 class SlotTable:
@@ -31,9 +31,7 @@ class SlotTable:
         """Set the addresses of all routers. A slot keeps its address until it dials again, so no connection ends."""
         with self._lock:
             self._listed = tuple(dict.fromkeys(addresses))
-        self.problem = (
-            NONE_FOUND if not addresses else "each router that is found has another link of this node"
-        )
+        self.problem = "each router that is found has another link of this node" if addresses else NONE_FOUND
 
     def dial(self, slot: int) -> str | None:
         """Return the address that a slot without a connection dials now; None if there is none for it."""

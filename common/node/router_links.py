@@ -49,6 +49,7 @@ class RouterLinks(Generic[M]):
 
     @property
     def all(self) -> Sequence[RouterLink[M]]:
+        """The links to all routers, in a fixed order."""
         return self._links
 
     @property
