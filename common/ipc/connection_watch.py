@@ -6,7 +6,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # as integers: pyzmq converts its enums at each call
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ConnectionWatch:
@@ -19,7 +19,7 @@ class ConnectionWatch:
         self._watched = watched
         self._monitor: zmq.Socket[bytes] | None = None
         self._lost_at: float | None = None
-        self.met = False  # a listener has accepted a connection since the last one that was made
+        self.met = False  # a listener has accepted the latest attempt, and its handshake has not succeeded
         if not address.startswith("inproc://"):
             self._monitor = watched.get_monitor_socket(_EVENTS)
             self._lost_at = now
@@ -30,8 +30,9 @@ class ConnectionWatch:
         # Reading without a message would raise an exception, which costs three times as much as asking.
         while self._monitor is not None and int(self._monitor.getsockopt(EVENTS)) & READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            if event == zmq.EVENT_CONNECTED:  # of TCP: the handshake comes next
-                self.met = True
+            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_CLOSED):
+                # The network has connected, and the handshake comes next; or it could not connect.
+                self.met = event == zmq.EVENT_CONNECTED
                 continue
             made = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._lost_at = None if made else self._lost_at or now

@@ -7,7 +7,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from tests.fakes.ipv6 import needs_ipv6
 from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 from tests.fakes.wire import Wire
+
+NOBODY = "nobody accepts a connection there"
 
 __all__ = ["small_disk"]
 
@@ -298,7 +300,24 @@ def test_a_dealer_knows_whether_it_is_connected(context: Context, address: str) 
     assert dealer.trouble() == ""
     router.close()
     assert until(lambda: dealer.disconnected_for() > 0.0)
-    assert dealer.trouble() == "nobody accepts a connection there"
+    until(lambda: dealer.trouble() == NOBODY)
+
+
+def test_a_listener_that_ends_each_handshake_is_told_from_none(context: Context, directory: Path) -> None:
+    dealer = Dealer(context, f"ipc://{directory}/other.sock", b"peer")
+    until(lambda: dealer.trouble() == NOBODY)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/other.sock")
+        listener.listen()
+        listener.setblocking(False)
+
+        def refused() -> bool:
+            with suppress(BlockingIOError):
+                listener.accept()[0].close()
+            return "ended before their handshake" in dealer.trouble()
+
+        until(refused)
+    until(lambda: dealer.trouble() == NOBODY)
 
 
 def test_a_full_queue_is_false_and_does_not_block(context: Context, directory: Path) -> None:
