@@ -56,24 +56,18 @@ class SenderHeartbeats(Heartbeats):
 
         Returns the rooms that may now be given up sooner than before: the node has announced work that ended early.
         """
-        sooner: list[OutboundRoom] = []
         if peer is None:
-            return sooner
-        now = self.clock()
-        peer.busy_until = now + queued.busy_ms / 1000
+            return []
+        now, before = self.clock(), peer.busy_until
+        # A message that announces nothing ends what was announced before.
+        peer.busy_until = now + queued.busy_ms / 1000 if queued.busy_ms else min(before, now)
         named = set(queued.rooms)
-        for room in self._rooms.values():
-            for outbound in room.parts:
-                if outbound.decode != peer.incarnation:
-                    continue
-                # A message that announces nothing ends what was announced before.
-                busy_until = peer.busy_until if queued.busy_ms else min(outbound.busy_until, now)
-                if busy_until < outbound.busy_until:
-                    sooner.append(room)
-                outbound.busy_until = busy_until
-                if outbound.room in named:
-                    outbound.named_at = now
-        return sooner
+        theirs = [part for part in self._parts() if part.decode == peer.incarnation]
+        for outbound in theirs:
+            outbound.busy_until = peer.busy_until
+            if outbound.room in named:
+                outbound.named_at = now
+        return [self._rooms[each.room] for each in theirs] if peer.busy_until < before else []
 
     def _parts(self) -> Iterator[Outbound]:
         return (part for room in self._rooms.values() for part in room.parts)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import faulthandler
 import os
 import runpy
-import select
 import signal
 import sys
 import threading
-import traceback
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
-from typing import NoReturn
 
+from tests.fakes.forked_main import run_and_exit
+
+LOOK_SECONDS = 0.005
 NAME = "_node.rank"  # of the processes; their command line is that of rank 0
 __all__ = ["DEVNULL", "Popen", "TimeoutExpired"]
 
@@ -36,9 +38,7 @@ class Popen:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            preexec_fn()
-            Path("/proc/self/comm").write_text(NAME)
-            _run(command[2], command[3:], pass_fds)
+            run_and_exit(partial(_become_rank, preexec_fn, command[2], command[3:], pass_fds))
 
     def poll(self) -> int | None:
         with self._reaping:
@@ -49,46 +49,35 @@ class Popen:
             return self.returncode
 
     def wait(self, timeout: float) -> int:
-        descriptor = os.pidfd_open(self.pid) if self.poll() is None else None
-        if descriptor is not None:
-            try:
-                select.select([descriptor], [], [], timeout)
-            finally:
-                os.close(descriptor)
-        code = self.poll()
-        if code is None:
-            raise TimeoutExpired(self._command, timeout)
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise TimeoutExpired(self._command, timeout)
+            time.sleep(LOOK_SECONDS)
         return code
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        with self._reaping:  # the number belongs to the process until it is reaped
+            if self.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _no_timer(*arguments: object, **options: object) -> None:
     pass
 
 
-def _run(module: str, arguments: Sequence[str], kept: Sequence[int]) -> NoReturn:
-    """Run the module as the main program of this fork, and end without a return to the frames of rank 0."""
-    status = 1
-    try:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        below = 3
-        for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
-            os.closerange(below, descriptor)
-            below = descriptor + 1
-        sys.argv = [module, *arguments]
-        # Its thread, which rank 0 has started, was not forked, and setting the timer again would wait for it.
-        faulthandler.dump_traceback_later = faulthandler.cancel_dump_traceback_later = _no_timer
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _become_rank(
+    begin: Callable[[], None], module: str, arguments: Sequence[str], kept: Sequence[int]
+) -> None:
+    begin()
+    Path("/proc/self/comm").write_text(NAME)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    below = 3
+    for descriptor in (*sorted(kept), os.sysconf("SC_OPEN_MAX")):
+        os.closerange(below, descriptor)
+        below = descriptor + 1
+    sys.argv = [module, *arguments]
+    # Its thread, which rank 0 has started, was not forked, and setting the timer again would wait for it.
+    faulthandler.dump_traceback_later = faulthandler.cancel_dump_traceback_later = _no_timer
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

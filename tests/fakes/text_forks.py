@@ -15,9 +15,8 @@ import gc
 import os
 import signal
 import subprocess
-import sys
-import traceback
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from common.one_thread import ONE_THREAD
 
@@ -25,6 +24,7 @@ os.environ.update(ONE_THREAD)  # before libraries are loaded, because a fork kee
 
 from router.process import spawn_process
 from router.text import channel, process
+from tests.fakes.forked_main import run_and_exit
 
 ARENA_MAX = -8  # glibc's M_ARENA_MAX: the heaps of threads would take a part of each fork's address space
 
@@ -35,7 +35,7 @@ class _Fork:
     def __init__(self, stdin: int, stdout: int, stderr: int, env: dict[str, str]) -> None:
         self.pid = os.fork()
         if self.pid == 0:
-            _become_worker(stdin, stdout, stderr, env)
+            run_and_exit(partial(_become_worker, stdin, stdout, stderr, env))
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -45,22 +45,12 @@ class _Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _become_worker(stdin: int, stdout: int, stderr: int, env: dict[str, str]) -> NoReturn:
-    status = 1
-    try:
-        for number, descriptor in enumerate((stdin, stdout, stderr)):
-            os.dup2(descriptor, number)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        os.environ.update(env)
-        process.main()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+def _become_worker(stdin: int, stdout: int, stderr: int, env: dict[str, str]) -> None:
+    for number, descriptor in enumerate((stdin, stdout, stderr)):
+        os.dup2(descriptor, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.update(env)
+    process.main()
 
 
 def main() -> None:

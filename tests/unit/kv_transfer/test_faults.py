@@ -709,39 +709,44 @@ def test_a_prompt_is_named_however_often_its_decode_node_announces_work() -> Non
         assert rig.decode.poll() == []
 
 
-def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
+def two_that_wait_for_slots() -> Rig:
+    """Return a rig whose prompts 1 and 2 wait for their decode node, which is known by another request."""
     rig = Rig()
     rig.begin(9)
     rig.decode.pump()
-    rig.sender.expect(1, decodes=(rig.decode.incarnation,))
-    rig.sender.expect(2, decodes=(rig.decode.incarnation,))
+    for room in (1, 2):
+        rig.sender.expect(room, decodes=(rig.decode.incarnation,))
+    return rig
+
+
+def lost_rooms(rig: Rig) -> list[int]:
+    return [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)]
+
+
+def test_requests_that_wait_for_pages_over_there_are_not_lost() -> None:
+    rig = two_that_wait_for_slots()
     for _ in range(20):
         rig.clock.now += LIMITS.slots_timeout - 1
         rig.receiver.heartbeats.send_due([(rig.prefill.incarnation, 1)])
-        lost = [event for event in rig.prefill.poll() if isinstance(event, TransferLost)]
-        assert [event.room for event in lost] in ([], [2])
+        assert lost_rooms(rig) in ([], [2])
     assert list(rig.sender.rooms) == [9, 1]
     rig.clock.now += LIMITS.slots_timeout
-    assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == [1]
+    assert lost_rooms(rig) == [1]
 
 
 def test_work_of_a_decode_node_that_ends_early_delays_no_deadline() -> None:
-    rig = Rig()
-    rig.begin(9)
-    rig.decode.pump()
-    rig.sender.expect(1, decodes=(rig.decode.incarnation,))
-    rig.sender.expect(2, decodes=(rig.decode.incarnation,))
+    rig = two_that_wait_for_slots()
     rig.receiver.heartbeats.announce(5 * LIMITS.slots_timeout)
     rig.prefill.poll()
     rig.clock.now += LIMITS.slots_timeout
-    assert not any(isinstance(event, TransferLost) for event in rig.prefill.poll())
+    assert lost_rooms(rig) == []
     rig.receiver.heartbeats.announce(0.0)
     for lost in ([], [], [2]):
         rig.receiver.heartbeats.send_due([(rig.prefill.incarnation, 1)])
-        assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == lost
+        assert lost_rooms(rig) == lost
         rig.clock.now += LIMITS.slots_timeout - 1
     rig.clock.now += 1
-    assert [event.room for event in rig.prefill.poll() if isinstance(event, TransferLost)] == [1]
+    assert lost_rooms(rig) == [1]
 
 
 def test_a_full_socket_is_counted_and_the_room_ends_by_its_deadline() -> None:
