@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one or more H200s: runs every test of this folder, one process per file, all at once but those whose
-# ranks share a GPU and take turns on it: they come last, one after another. With .whl/nixl.zip (made by
+# On a machine with one or more H200s: runs every test of this folder, one process per file, all at once. With one GPU the
+# tests whose ranks share it and take turns on it come last, one after another. With .whl/nixl.zip (made by
 # tests/gpu/nixl_wheel.py; git ignores .whl, so copy it along) the tests of NIXL run too. Logs go to $OUT/checks.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 mkdir -p "$out/checks" /tmp/nixl
@@ -10,6 +10,10 @@ if test -e .whl/nixl.zip; then
 fi
 date
 ranked=(tests/gpu/test_peer_reduce.py tests/gpu/test_rank_cluster.py)
+if test "$(nvidia-smi -L | wc -l)" -ge 2; then
+    export TANDEM_TEST_SECOND_GPU=cuda:1
+    ranked=()
+fi
 check() {
     timeout "${SECONDS_EACH:-240}" python3 -m pytest -q "$1" -o filterwarnings=default -o asyncio_mode=auto \
         -p no:cacheprovider --durations=3 >"/tmp/$(basename "$1" .py).log" 2>&1
