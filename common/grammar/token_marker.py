@@ -8,6 +8,8 @@ from itertools import accumulate
 # The bytes of a token, or one negative number for a token that stands for no text.
 Symbols = Sequence[int]
 SymbolsOf = Callable[[int], Symbols]
+# What stands for a symbol that is neither a byte nor part of the marker.
+OTHER = chr(0x10FFFF)
 
 
 def by_id(token: int) -> Symbols:
@@ -29,6 +31,9 @@ class TokenMarker:
         spelled = [symbols_of(token) for token in tokens]
         self._symbols = tuple(symbol for each in spelled for symbol in each)
         self._back = _borders(self._symbols)
+        # Symbols of the marker that are not bytes -> characters that stand for them.
+        self._characters = {each: chr(256 + n) for n, each in enumerate(self._symbols) if each < 0}
+        self._text = self._spelled(self._symbols)
         # The number of symbols of the first n tokens -> n.
         self._tokens_of = {count: n for n, count in enumerate(accumulate(map(len, spelled), initial=0))}
 
@@ -58,21 +63,31 @@ class TokenMarker:
         return self.tokens[self._tokens_of[place] :]
 
     def tokens_since(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens that follow the last marker in a text; None without a marker."""
-        last = self._symbols[-1]
-        ends = {token for token in set(tokens) if last in tuple(self._symbols_of(token))}
-        for count, token in enumerate(reversed(tokens)):
-            end = len(tokens) - count
-            if token in ends and self._ends(tokens[max(end - self.complete, 0) : end]):
-                return count
-        return None
+        """Return the number of tokens that follow the last marker in a text; None without a marker.
 
-    def _ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether the last of some tokens completes a marker."""
-        place = 0
-        for token in tokens:
-            place, _ = self.after(0 if place == self.complete else place, self._symbols_of(token))
-        return place == self.complete
+        A prompt may have hundreds of thousands of tokens: each distinct one is spelled once, and the search for the
+        marker is one call.
+        """
+        spelled = {token: self._spelled(self._symbols_of(token)) for token in set(tokens)}
+        parts = [spelled[token] for token in tokens]
+        text = "".join(parts)
+        start = text.rfind(self._text)
+        if start < 0:
+            return None
+        following = len(text) - start - len(self._text)  # symbols
+        count = 0
+        for part in reversed(parts):
+            if following < len(part):
+                break
+            following -= len(part)
+            count += 1
+        return count
+
+    def _spelled(self, symbols: Symbols) -> str:
+        """Return one character for each symbol."""
+        if isinstance(symbols, bytes):
+            return symbols.decode("latin-1")
+        return "".join(chr(each) if each >= 0 else self._characters.get(each, OTHER) for each in symbols)
 
 
 def _borders(symbols: Sequence[int]) -> list[int]:
