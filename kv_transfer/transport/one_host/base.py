@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
+from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
@@ -13,6 +14,8 @@ class OneHostReceiver(ReceiverEndpoint):
     """Watches the processes of its peers: pages are safe once a peer confirms it or has ended."""
 
     def __init__(self) -> None:
+        """Raise ConfigError if processes of this host cannot be told apart."""
+        process.check_proc()
         self._watches = PeerWatches()
 
     def admit(self, incarnation: str, process: ProcessIdentity) -> None:

@@ -10,6 +10,13 @@ from typing import Annotated
 
 import msgspec
 
+from common.errors import ConfigError
+
+FOREIGN_PROC = (
+    "/proc shows the processes of another pid namespace, such as those of the host in a container: mount the "
+    "container's own /proc"
+)
+
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     """Identifies one process; the start time distinguishes it from a later one with the same pid."""
@@ -37,18 +44,40 @@ def start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(b") ")[2].split()  # the name in parentheses may contain anything
-    return int(fields[19])
+    return _ticks_in(stat)
+
+
+def check_proc() -> None:
+    """Raise ConfigError if /proc shows processes under other pids than they have here.
+
+    Then a pid says nothing about the start and the end of its process.
+    """
+    try:
+        shown = os.readlink("/proc/self")
+    except FileNotFoundError:
+        shown = ""
+    if shown != str(os.getpid()):
+        raise ConfigError("transfer.transport", f"{FOREIGN_PROC}, or choose another transport")
 
 
 @cache
 def current() -> ProcessIdentity:
-    """Return the identity of this process, which is read once: later there may be no free descriptor."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    pid = os.getpid()
-    started = start_ticks(pid)
-    assert started is not None, "/proc shows this process"
-    return ProcessIdentity(f"{boot}/{pid_namespace()}", pid, started)
+    """Return the identity of this process, which is read once: later there may be no free descriptor.
+
+    It is right even if /proc shows this process under another pid. Raises ConfigError if it does not show it at all.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        started = _ticks_in(Path("/proc/self/stat").read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError("", f"{error.filename} does not exist: {FOREIGN_PROC}") from None
+    return ProcessIdentity(f"{boot}/{pid_namespace()}", os.getpid(), started)
+
+
+def _ticks_in(stat: bytes) -> int:
+    """Return the start time that /proc/PID/stat contains."""
+    fields = stat.rpartition(b") ")[2].split()  # the name in parentheses may contain anything
+    return int(fields[19])
 
 
 os.register_at_fork(after_in_child=current.cache_clear)

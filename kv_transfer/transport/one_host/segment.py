@@ -117,8 +117,10 @@ def sweep_orphans() -> list[str]:
     """Remove segments of this user whose owner is dead; return the removed names. Called at start-up.
 
     Segments of another pid namespace (a container that shares /dev/shm) are kept: whether their owner is alive cannot
-    be determined. So are those whose owner cannot be read now, and files of other users that have such a name.
+    be determined. So are those whose owner cannot be read now, and files of other users that have such a name. Raises
+    ConfigError if /proc shows no owner under its pid.
     """
+    process.check_proc()
     removed: list[str] = []
     for path in SHM_DIR.glob(f"tandem.{os.getuid()}.{process.pid_namespace()}.*"):
         match = _NAME.fullmatch(path.name)
