@@ -205,7 +205,7 @@ class NixlSender(SenderEndpoint):
             return failed(peer, NixlError(f"a record of {len(data)} bytes; set the same limits on both"))
         try:
             slot = self._staging.take()
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return failed(peer, error)
         view, span = slot
         view[: len(data)] = data

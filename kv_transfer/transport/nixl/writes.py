@@ -61,7 +61,7 @@ class Staging:
         self._free: list[tuple[memoryview, MemorySpan]] = []
 
     def take(self) -> tuple[memoryview, MemorySpan]:
-        """Take a slot. Raises ConfigError if no more memory can be registered."""
+        """Take a slot. Raises ConfigError if no more memory can be registered, OSError if there is none."""
         if not self._free:
             memory = memoryview(mmap.mmap(-1, _SLOTS * self.slot_bytes))
             span = span_of(memory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -267,6 +270,25 @@ def test_records_take_more_registered_memory_when_all_of_it_is_in_use(ends: Ends
     ends.net.held = False
     assert all(ends.sender.poll(ticket) is WriteState.DONE for ticket in tickets)
     assert len(ends.net.lists) == 1
+
+
+def test_a_record_for_which_there_is_no_memory_fails_and_the_node_goes_on(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*arguments: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    peer = ends.attach()
+    ends.net.held = True
+    tickets = [ends.sender.write_record(peer, 0, b"r", 1) for _ in range(64)]
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", exhausted)
+        refused = ends.sender.write_record(peer, 0, b"r", 1)
+    assert ends.sender.poll(refused) is WriteState.FAILED
+    assert "Cannot allocate memory" in ends.sender.last_error(peer)
+    tickets.append(ends.sender.write_record(peer, 0, b"r", 1))
+    ends.net.held = False
+    assert all(ends.sender.poll(ticket) is WriteState.DONE for ticket in tickets)
 
 
 @pytest.mark.parametrize("most", [1, 7, 8, 15, 16, 1000])
