@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
+from common.exhaustion import EXHAUSTED, shortage
 from common.kv_cache.pool_layout import PoolLayout
 from common.messages.identity import name_in, rank_incarnation
 from kv_transfer.compatible import compatible
@@ -201,7 +202,8 @@ class PeerTable:
                 Target(incarnation, description, hello.layout.total_bytes, records_bytes)
             )
         except (HandshakeRefused, OSError) as error:
-            # OSError: this process has run out of descriptors.
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                raise Refusal("resources", f"this prefill node {shortage(error)}") from None
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None
         plan = pair_plan(self._endpoint.layout, hello.layout)
         destinations = destination_ranks(

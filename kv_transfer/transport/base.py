@@ -171,7 +171,11 @@ class SenderEndpoint(_OwnPool, ABC):
 
     @abstractmethod
     def attach(self, target: Target) -> PeerMemory:
-        """Open the peer's memory. Raises HandshakeRefused (a sentence) if that is not possible."""
+        """Open the peer's memory.
+
+        Raises HandshakeRefused (a sentence) if that is not possible, OSError if this process lacks descriptors or
+        memory.
+        """
 
     @abstractmethod
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:

@@ -239,7 +239,10 @@ class LivenessConnections:
         return len(self._socks)
 
     def hold(self, description: TcpDescription) -> None:
-        """Connect unless connected, and wait for it. Raises HandshakeRefused if that fails."""
+        """Connect unless connected, and wait for it.
+
+        Raises HandshakeRefused if that fails, OSError if this process lacks descriptors or memory.
+        """
         for known, sock in list(self._socks.items()):
             if _unusable(sock):  # that decode node has ended or cannot be reached
                 sock.close()
@@ -253,6 +256,8 @@ class LivenessConnections:
         try:
             self._socks[description] = _connect(where, description.key)
         except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             reason = (
                 f"{where[0]}:{where[1]} (decode.nodes[].host and bulk_port), the connection by which the decode node "
                 f"detects the end of this prefill node, cannot be reached ({error})"

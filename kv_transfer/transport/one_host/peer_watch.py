@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.errors import HandshakeRefused
+from common.exhaustion import EXHAUSTED, shortage
 from kv_transfer.transport.one_host.process import ProcessIdentity, ProcessWatch
 
 
@@ -19,6 +20,8 @@ class PeerWatches:
         try:
             self._watches[incarnation] = ProcessWatch(process)
         except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise HandshakeRefused(f"this decode node {shortage(error)}") from None
             raise HandshakeRefused(
                 f"process {process.pid} of the prefill node cannot be watched ({error.strerror}), so pages "
                 "that it may write could never be reused safely; use the tcp transport on both"

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from common.errors import ConfigError, HandshakeRefused
+from common.exhaustion import EXHAUSTED
 from kv_transfer.transport.one_host import process
 
 SHM_DIR = Path("/dev/shm")
@@ -60,10 +61,15 @@ def create(name: str, nbytes: int) -> mmap.mmap:
 
 
 def attach(name: str, nbytes: int) -> mmap.mmap:
-    """Map a peer's segment. Raises HandshakeRefused if it does not exist, has another owner or is too small."""
+    """Map a peer's segment. Raises HandshakeRefused if it does not exist, has another owner or is too small.
+
+    Raises OSError if this process lacks descriptors or memory.
+    """
     try:
         fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
         raise HandshakeRefused(f"its shared memory cannot be opened ({error.strerror})") from None
     try:
         info = os.fstat(fd)

@@ -62,7 +62,7 @@ class ShmSender(HostEndpoint):
         kv = attach_owned(description.kv, owner, incarnation, target.kv_bytes)
         try:
             records = attach_owned(description.records, owner, incarnation, target.records_bytes)
-        except HandshakeRefused:
+        except (HandshakeRefused, OSError):
             kv.close()
             raise
         peer = _Mapped(target, kv, records)

@@ -116,7 +116,10 @@ def test_a_prefill_node_without_free_descriptors_refuses_until_there_are_some(
     decode = decode_node(fabric, clock)
     with monkeypatch.context() as patch:
         patch.setattr(LoopbackSender, "attach", exhausted)
-        assert "Too many open files" in refusal(decode, prefill)
+        sentence = refusal(decode, prefill)
+    assert "this prefill node has too few resources now (Too many open files)" in sentence, sentence
+    assert "ulimit -Hn" in sentence, sentence
+    assert prefill.sender.counters.refused == {"resources": 1}, "it matches this node"
     decode.connect(prefill)
     assert prefill.sender.counters.handshakes == 1
 

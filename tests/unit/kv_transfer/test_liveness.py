@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -272,6 +273,21 @@ def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
     with pytest.raises(HandshakeRefused):
         lines.hold(description)
     assert len(asked) == 2
+
+
+def test_a_sender_without_a_free_descriptor_blames_no_place_and_tries_again_at_once(
+    keeper: LivenessListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(where: tuple[str, int], timeout: float) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with closing(LivenessConnections()) as lines:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", exhausted)
+            with pytest.raises(OSError, match="Too many open files"):
+                lines.hold(keeper.describe("p"))
+        lines.hold(keeper.describe("p"))
+        met(keeper)
 
 
 def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock, dialled: list[socket.socket]) -> None:

@@ -267,11 +267,21 @@ def test_without_a_free_descriptor_no_process_counts_as_dead(receiver: ShmReceiv
     me = process.current()
     with free_descriptors(count):
         assert process.current() == me, "a prefill node names itself to every decode node that connects"
-        with pytest.raises(HandshakeRefused, match="Too many open files"):
+        with pytest.raises(HandshakeRefused, match=r"Too many open files.*ulimit -Hn") as refused:
             receiver.admit("p", me)
+        assert "use the tcp transport" not in str(refused.value), "its pages could be watched"
         assert not receiver.peer_is_dead("p")
     receiver.admit("p", me)
     assert not receiver.peer_is_dead("p")
+
+
+def test_a_sender_without_a_free_descriptor_does_not_blame_the_segment(receiver: ShmReceiver) -> None:
+    sender = ShmSender()
+    sender.register(LAYOUT, memoryview(bytearray(LAYOUT.total_bytes)))
+    where = target(receiver)
+    with free_descriptors(0), pytest.raises(OSError, match="Too many open files"):
+        sender.attach(where)
+    sender.detach(sender.attach(where))
 
 
 def test_a_process_that_is_hidden_in_proc_does_not_count_as_dead(
