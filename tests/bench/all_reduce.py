@@ -4,14 +4,14 @@
 
 Prints microseconds per call, from graphs of many calls that all ranks replay at once, by the bytes of the sum:
 
-    norm     residual addition and RMSNorm of one rank
-    fused    the one-shot kernel over peer memory, with the norm
-    apart    the one-shot kernel, then the norm
-    nccl     NCCL, then the norm
-    rows     a candidate for prompts: a kernel over peer memory with flags, with the norm (`peer_rows.py`)
-    codes    the one-shot kernel with the norm, whose results it quantises to FP8
-    codes_2  the one-shot kernel, then the norm that quantises to FP8
-    added    fused less norm: the time that a sum adds to a step
+    norm      residual addition and RMSNorm of one rank
+    fused     the sum over peer memory with the norm: one-shot up to 64 rows, streamed beyond
+    apart     that sum, then the norm
+    streamed  the streamed form for any number of rows, with the norm
+    nccl      NCCL, then the norm
+    codes     as fused, and the results are quantised to FP8
+    codes_2   as apart, and the norm quantises to FP8
+    added     fused less norm: the time that a sum adds to a step
 
 With one rank the kernel waits for nobody: the time of its own work. Ranks have to be on GPUs of their own.
 """
@@ -34,10 +34,11 @@ from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives, nccl
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm
+from common.engine.ops.peer_norm import SumNorm
+from common.engine.ops.peer_rows import stream_sum
 from common.engine.ops.rms_norm import add_rms_norm
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 from tests.bench.bench_ranks import start_ranks
-from tests.bench.peer_rows import RowMemories, peer_rows_norm
 from tests.bench.timing import wake
 
 HIDDEN = 8192
@@ -71,11 +72,16 @@ def measure(call: Call, rows: int, host: CollectiveGroup) -> float:
     return 1000 * statistics.median(times[2:]) / CALLS
 
 
-def calls(peers: CollectiveGroup, large: CollectiveGroup, memory: RowMemories) -> dict[str, Call]:
+def calls(peers: PeerMemoryGroup, large: CollectiveGroup) -> dict[str, Call]:
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
 
     def norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, 1e-5)
+
+    def streamed(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        out, norm = torch.empty_like(x), SumNorm.of(x, residual, weight, 1e-5)
+        stream_sum(x, out, peers.memory, norm)
+        return out, norm.total
 
     def codes(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return x, peers.all_reduce_fp8_norm(x, residual, weight, 1e-5, False)[2]
@@ -87,8 +93,8 @@ def calls(peers: CollectiveGroup, large: CollectiveGroup, memory: RowMemories) -
         "norm": norm,
         "fused": lambda x, residual: peers.all_reduce_norm(x, residual, weight, 1e-5),
         "apart": lambda x, residual: norm(peers.all_reduce(x), residual),
+        "streamed": streamed,
         "nccl": lambda x, residual: norm(large.all_reduce(x), residual),
-        "rows": lambda x, residual: peer_rows_norm(x, residual, weight, 1e-5, memory),
         "codes": codes,
         "codes_2": codes_apart,
     }
@@ -101,16 +107,14 @@ def run_rank(endpoint: GroupEndpoint) -> list[dict[str, float]]:
     torch.cuda.set_device(device)
     host = SharedMemoryGroup(endpoint, SECONDS)
     peers = PeerMemoryGroup.connect(host, CudaRuntime(), device, SECONDS)
-    memory = RowMemories.connect(host, CudaRuntime(), max(ROWS), HIDDEN, torch.bfloat16)
     large = ProcessGroupCollectives(host, nccl(SECONDS, device))
     found = []
     wake()
     for rows in ROWS:
         row: dict[str, float] = {"bytes": rows * HIDDEN * 2}
-        for name, call in calls(peers, large, memory).items():
+        for name, call in calls(peers, large).items():
             row[name] = round(measure(call, rows, host), 2)
             peers.check()
-            assert not memory.host.any(), f"rank {memory.host.item() - 1} did not send its rows"
         row["added"] = round(row["fused"] - row["norm"], 2)
         found.append(row)
     host.all_reduce(torch.zeros(1))

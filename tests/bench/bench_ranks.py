@@ -31,7 +31,7 @@ from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.collectives.sized_group import SizedGroup
 from common.engine.layers.ranks import ONE_RANK, Ranks
-from common.engine.ops.peer_reduce import MAX_ROWS, PLACE_BYTES, RankMemories, peer_bytes
+from common.engine.ops.peer_memories import SENDER_BYTES, RankMemories, peer_bytes
 from common.kv_cache.shard import Shard
 from common.node.ranks.device_group import RankCollectives
 from common.observability.logs import Log
@@ -101,10 +101,10 @@ def echo_group(shard: Shard, device: torch.device) -> CollectiveGroup:
     if device.type != "cuda":
         return alone
     memory = torch.zeros(peer_bytes(shard.size), dtype=torch.uint8, device=device)
-    # The place of rank 0 in the memory of a rank is that rank's place in this memory.
-    places = [memory.data_ptr() + rank * MAX_ROWS * PLACE_BYTES for rank in range(shard.size)]
+    # Rank 0's part of the memory of a rank is that rank's part of this memory.
+    parts = [memory.data_ptr() + rank * SENDER_BYTES for rank in range(shard.size)]
     host = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-    addresses = torch.tensor(places, device=device)
+    addresses = torch.tensor(parts, device=device)
     return SizedGroup(EchoGroup(shard, RankMemories(addresses, host, 0, POLLS), memory), alone)
 
 

@@ -51,8 +51,8 @@ from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
 from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
 from common.engine.ops.page_values import page_values_triton
+from common.engine.ops.peer_memories import RankMemories
 from common.engine.ops.peer_reduce import (
-    RankMemories,
     peer_gather_triton,
     peer_sum_fp8_rms_norm_triton,
     peer_sum_rms_norm_triton,
@@ -273,9 +273,10 @@ def body(dtype: torch.dtype) -> None:
         addresses, host = torch.zeros(ranks, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
         memory = RankMemories(addresses, host, 1, 1 << 20)
         peer_gather_triton(x, memory)
-        peer_sum_triton(x, memory)
-        peer_sum_rms_norm_triton(x, x, gain, 1e-5, memory)
-        peer_sum_fp8_rms_norm_triton(x, x, gain, 1e-5, ranks > 2, memory)
+        for rows in (x, torch.zeros(65, HIDDEN, dtype=dtype)):
+            peer_sum_triton(rows, memory)
+            peer_sum_rms_norm_triton(rows, rows, gain, 1e-5, memory)
+            peer_sum_fp8_rms_norm_triton(rows, rows, gain, 1e-5, ranks > 2, memory)
     for activate in (silu_mul_triton, gelu_mul_triton):
         activate(torch.zeros(4, 2 * INNER, dtype=dtype))
     sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])

@@ -37,7 +37,7 @@ from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.collectives.sized_group import SizedDeviceGroup
-from common.engine.ops import peer_reduce
+from common.engine.ops import peer_memories
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.peer_reduce import peer_sum_reference, peer_sum_rms_norm_reference
 from common.errors import RankFailed
@@ -45,8 +45,20 @@ from common.kv_cache.shard import Shard
 from common.node.ranks.device_group import LostRankWatch
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 
-# Rows and their size. The memory of a rank does not hold the rows of the one but last: they are too many.
-CALLS = [(3, 48), (1, 64), (5, 32), (2, 48), (5, 64), (1, 48), (65, 8), (9, 2048)]
+# Rows and their size; more than 64 rows, and rows that end within a word, are streamed.
+CALLS = [
+    (3, 48),
+    (1, 64),
+    (5, 32),
+    (2, 48),
+    (65, 8),
+    (5, 64),
+    (1, 48),
+    (700, 1024),
+    (300, 48),
+    (3, 33),
+    (9, 2048),
+]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What Triton's interpreter computes in seconds: places are used again with more rows, fewer, and other rows.
 HOST_CALLS = [(3, 48), (1, 64), (2, 32), (3, 64)]
@@ -126,7 +138,7 @@ def check_codes(codes: Tensor, scales: Tensor, normed: Tensor, blocks: bool) -> 
 
 
 def check_large(group: CollectiveGroup, device: torch.device) -> None:
-    """Sum and gather what takes several launches: more rows than the memory holds, each longer than its rows."""
+    """Sum and gather what takes several launches: rows that are longer than those of the memory."""
     own, size, number = group.shard.rank, group.shard.size, group.number
     parts = [drawn(rank, 99, (65, 8200), torch.float32).to(device) for rank in range(size)]
     assert torch.equal(all_reduce(parts[own], number), peer_sum_reference(parts))
@@ -138,9 +150,9 @@ def check_large(group: CollectiveGroup, device: torch.device) -> None:
     group.check()
 
 
-def check_graph(group: CollectiveGroup, device: torch.device) -> None:
-    """Replay a graph of three dependent calls with new inputs."""
-    shape, dtype = (4, 1024), torch.bfloat16
+def check_graph(group: CollectiveGroup, device: torch.device, rows: int) -> None:
+    """Replay a graph of three dependent calls of `rows` rows with new inputs."""
+    shape, dtype = (rows, 1024), torch.bfloat16
     own, size, number = group.shard.rank, group.shard.size, group.number
     x, residual = torch.zeros(2, *shape, dtype=dtype, device=device)
     weight = torch.ones(shape[1], dtype=dtype, device=device)
@@ -201,7 +213,7 @@ def gloo(store: Any, shard: Shard) -> Any:
 
 
 def on_host(host: SharedMemoryGroup, device: torch.device) -> None:
-    peer_reduce.POLLS_PER_LOOK = 16  # the interpreter is slow
+    peer_memories.POLLS_PER_LOOK = 16  # the interpreter is slow
     allocator = HostAllocator()  # keeps the memory
     group = PeerMemoryGroup.connect(host, allocator, device, timeout=60.0)
     if host.shard.rank == 1:  # takes no turn
@@ -223,8 +235,9 @@ def on_gpu(host: SharedMemoryGroup, device: torch.device) -> None:
         check_calls(group, device, CALLS, DTYPES)
         check_large(group, device)
     print(f"rank {host.shard.rank}: {4 * len(CALLS) * 3} sums and norms", flush=True)
-    check_graph(small, device)
-    print(f"rank {host.shard.rank}: a graph was replayed 20 times", flush=True)
+    for rows in (4, 1000):
+        check_graph(small, device, rows)
+    print(f"rank {host.shard.rank}: two graphs were replayed 20 times each", flush=True)
     check_absence(impatient, device)
     print(f"rank {host.shard.rank}: an absent rank was noticed", flush=True)
     torch.cuda.synchronize()

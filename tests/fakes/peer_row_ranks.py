@@ -1,31 +1,42 @@
-"""Two ranks of the kernel of tests/bench/peer_rows.py, in processes: Triton's interpreter is not safe for threads."""
+"""Two ranks of the kernel that streams rows, in processes: Triton's interpreter is not safe for threads."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tests.bench import peer_rows
-from tests.bench.peer_rows import RowMemories, peer_rows_norm
+from common.engine.ops import peer_rows
+from common.engine.ops.fp8_codes import FP8, empty_scales
+from common.engine.ops.peer_memories import RankMemories
+from common.engine.ops.peer_norm import SumNorm
+from common.engine.ops.peer_rows import stream_sum
 
-RANKS, MAX_ROWS, SIZE, EPS = 2, 16, 24, 1e-5
+RANKS, SIZE, EPS = 2, 24, 1e-5
 PROGRAMS = 2
 
 
-def row_memories(memory: Tensor, host: Tensor, rank: int, polls: int) -> RowMemories:
-    """`memory`: [ranks, bytes], which all ranks share; `host`: [1] int32, the rank that did not come, plus one."""
-    addresses = torch.tensor([each.data_ptr() for each in memory])
-    return RowMemories(addresses, host, rank, polls, MAX_ROWS, SIZE, torch.float32)
+def rank_memories(memory: Tensor, host: Tensor, rank: int, polls: int) -> RankMemories:
+    """`memory`: [ranks, bytes], which all ranks share; `host`: [2] int32."""
+    return RankMemories(torch.tensor([each.data_ptr() for each in memory]), host, rank, polls)
 
 
 def sum_rows(
     rank: int, memory: Tensor, host: Tensor, calls: list[Tensor], weight: Tensor, found: list[Tensor]
 ) -> None:
-    """Make the calls of one rank. Call i is `calls[i]`, [ranks + 1, rows, SIZE]; its two results go to `found[i]`."""
-    setattr(peer_rows, "multiprocessors", lambda device: PROGRAMS)  # noqa: B010
-    ends = row_memories(memory, host, rank, 1 << 20)
+    """Make the calls of one rank. Call i is `calls[i]`, [ranks + 1, rows, SIZE].
+
+    Its results go to `found[i]`, [ranks, 4, rows, SIZE]: the sum, the normed rows, the total, and the rows that the
+    codes and scales of the quantised form stand for.
+    """
+    setattr(peer_rows, "PROGRAMS", PROGRAMS)  # noqa: B010
+    ends = rank_memories(memory, host, rank, 1 << 20)
     for call, results in zip(calls, found, strict=True):
-        for result, place in zip(
-            peer_rows_norm(call[rank], call[RANKS], weight, EPS, ends), results[rank], strict=True
-        ):
-            place.copy_(result)
+        x, residual = call[rank], call[RANKS]
+        places = results[rank]
+        stream_sum(x, places[0], ends)
+        norm = SumNorm.of(x, residual, weight, EPS)
+        stream_sum(x, places[1], ends, norm)
+        places[2].copy_(norm.total)
+        codes, scales = torch.empty_like(x, dtype=FP8), empty_scales(x, SIZE, blocks=False)
+        stream_sum(x, codes, ends, norm._replace(scales=scales))
+        places[3].copy_(codes.float() * scales)

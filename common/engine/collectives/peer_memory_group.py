@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup, gather_columns, rank_ended
+from common.engine.ops.peer_memories import RankMemories, peer_bytes
 from common.engine.ops.peer_reduce import (
-    RankMemories,
-    peer_bytes,
     peer_gather_triton,
     peer_sum_fp8_rms_norm_triton,
     peer_sum_rms_norm_triton,
@@ -46,14 +45,14 @@ class PeerAllocator(Protocol):
 class PeerMemoryGroup(DeviceGroup):
     """A rank's end of a group whose GPUs are connected by NVLink or PCIe, or are one GPU.
 
-    Every rank sends its rows to all others, so that large tensors are better given to another group. The memory ends
-    with the process, since another rank may still be writing to it.
+    Every rank sends its rows to all others, so that large tensors of more than two ranks are better given to another
+    group. The memory ends with the process, since another rank may still be writing to it.
     """
 
     def __init__(self, shard: Shard, memory: RankMemories, fake: PeerMemoryGroup | None = None) -> None:
         """Exchange rows through `memory`. Without `fake` this group is one itself."""
         super().__init__(shard)
-        self._memory = memory
+        self.memory = memory
         self._fake = fake or self
 
     @classmethod
@@ -86,21 +85,21 @@ class PeerMemoryGroup(DeviceGroup):
         return self._fake
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return peer_sum_triton(x, self._memory)
+        return peer_sum_triton(x, self.memory)
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if not self._memory.holds(x.flatten(0, -2)):
+        if not self.memory.fits(x):
             return super().all_reduce_norm(x, residual, weight, eps)
-        return peer_sum_rms_norm_triton(x, residual, weight, eps, self._memory)
+        return peer_sum_rms_norm_triton(x, residual, weight, eps, self.memory)
 
     def all_reduce_fp8_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._memory.holds(x.flatten(0, -2)):
+        if not self.memory.fits(x):
             return super().all_reduce_fp8_norm(x, residual, weight, eps, blocks)
-        return peer_sum_fp8_rms_norm_triton(x, residual, weight, eps, blocks, self._memory)
+        return peer_sum_fp8_rms_norm_triton(x, residual, weight, eps, blocks, self.memory)
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         return gather_columns(x, self.shard, columns, self._gather)
@@ -109,20 +108,20 @@ class PeerMemoryGroup(DeviceGroup):
         return self._gather(x)[source].clone()
 
     def check(self) -> None:
-        failed, lost = self._memory.host.tolist()
+        failed, lost = self.memory.host.tolist()
         if lost:
             raise rank_ended(lost - 1)
         if failed:
             raise RankFailed(failed - 1, f"the GPU of rank {failed - 1} has not answered; restart the node")
 
     def abandon(self, rank: int) -> None:
-        self._memory.host[1] = rank + 1
+        self.memory.host[1] = rank + 1
 
     def close(self) -> None:
         """No-op: the memory ends with the process, and kernels of other ranks give up once that is noticed."""
 
     def _gather(self, x: Tensor) -> tuple[Tensor, ...]:
-        return peer_gather_triton(x, self._memory).unbind()
+        return peer_gather_triton(x, self.memory).unbind()
 
 
 def _memories(addresses: Sequence[int], shard: Shard, device: torch.device, polls: int) -> RankMemories:

@@ -14,13 +14,24 @@ A program gives up waiting after a number of polls, and soon after the host has 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP, empty_scales, has_fp8, store_codes
+from common.engine.ops.peer_memories import (
+    DATA_BYTES,
+    DATA_OFFSET,
+    MAX_RANKS,
+    MAX_ROWS,
+    PLACE_BYTES,
+    ROW_BYTES,
+    SENDER_BYTES,
+    RankMemories,
+)
+from common.engine.ops.peer_norm import SumNorm
+from common.engine.ops.peer_rows import stream_sum
 from common.engine.ops.peer_words import (
     first_half,
     joined_halves,
@@ -42,40 +53,8 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-MAX_RANKS, MAX_ROWS, ROW_BYTES = 8, 64, 32 << 10
-# A rank's memory: [MAX_ROWS] int32 turns of its rows, 1 int32 that is not 0 once a program has given up, and from
-# DATA_OFFSET on the places [2, ranks, MAX_ROWS, ROW_BYTES / 4] of words.
-DATA_OFFSET = 4096
-WORD_BYTES, DATA_BYTES = 8, 4  # of a word, and of the data in it
-PLACE_BYTES = ROW_BYTES // DATA_BYTES * WORD_BYTES
-# Polls of the rows between two looks at host memory. They seem to take 15 us each on an H200, one program after another
-# (tests/bench/NOTES.md), so ranks that wait for one another would hold each other up if programs looked often.
-POLLS_PER_LOOK = 1 << 14
 GATHERED = torch.int32  # what rows are copied as
 MIN_WORDS = 128  # of a copied row; more rows than are needed only add programs
-
-
-def peer_bytes(ranks: int) -> int:
-    """Return the bytes of a rank's memory."""
-    return DATA_OFFSET + 2 * ranks * MAX_ROWS * PLACE_BYTES
-
-
-class RankMemories(NamedTuple):
-    """The memory of all ranks, as kernels of one rank see it; zeros at first, `peer_bytes` each."""
-
-    addresses: (
-        Tensor  # [ranks] int64 on the device: where this rank has mapped the memory of each, its own included
-    )
-    # [2] int32 that the host can read and write: 1 + the rank for which a program has given up, 1 + a rank for which
-    # nothing may wait any longer
-    host: Tensor
-    rank: int
-    polls: int  # how often a program looks for the others' rows before it gives up and computes nonsense
-
-    def holds(self, rows: Tensor) -> bool:
-        """Return whether rows [n, H] fit into the places, without half a word at their end."""
-        nbytes = rows.shape[1] * rows.itemsize
-        return rows.shape[0] <= MAX_ROWS and nbytes <= ROW_BYTES and not nbytes % DATA_BYTES
 
 
 def peer_sum_reference(parts: Sequence[Tensor]) -> Tensor:
@@ -120,7 +99,8 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # MAX_ROWS
     PLACE: tl.constexpr,  # bytes of a row's words
     DATA: tl.constexpr,  # DATA_OFFSET
-    LOOK: tl.constexpr,  # POLLS_PER_LOOK
+    SENDER: tl.constexpr,  # SENDER_BYTES
+    LOOK: tl.constexpr,  # polls_per_look
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -143,7 +123,7 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     data = tl.load(
         x_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * x_stride + word, mask=live, other=0
     )
-    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA, SENDER)
     if NORM:
         residual = residual_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * residual_stride + word
         residual = tl.load(residual, mask=live, other=0)
@@ -155,7 +135,7 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
         second = tl.zeros((BLOCK,), tl.float32)
         absent = tl.zeros((BLOCK,), tl.int32)
         for peer in tl.static_range(RANKS):
-            part, late = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+            part, late = look_at_row(own, row, peer, turn, rank, data, word, live, ROWS, PLACE, DATA, SENDER)
             absent |= late
             first += first_half(part, PAIRS, TYPE)
             if PAIRS:
@@ -163,7 +143,7 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
         missing = tl.max(absent, axis=0)
         left = polls_left(host_ptr, left, LOOK)
     if missing > 0:
-        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA, SENDER)
     tl.debug_barrier()  # all threads have read the turn before one of them sets it
     tl.store(turns + row, turn)
     found = joined_halves(first, second, PAIRS, TYPE)
@@ -206,7 +186,8 @@ def _peer_gather_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # MAX_ROWS
     PLACE: tl.constexpr,  # bytes of a row's words
     DATA: tl.constexpr,  # DATA_OFFSET
-    LOOK: tl.constexpr,  # POLLS_PER_LOOK
+    SENDER: tl.constexpr,  # SENDER_BYTES
+    LOOK: tl.constexpr,  # polls_per_look
     BLOCK: tl.constexpr,  # words of a row
     CHAINED: tl.constexpr,
 ):
@@ -221,30 +202,29 @@ def _peer_gather_kernel(  # type: ignore[no-untyped-def]
     turn = tl.load(turns + row) + 1
     left = tl.where(tl.load(turns + ROWS) == 0, polls, 0)
     data = tl.load(x_ptr + source, mask=live, other=0)
-    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA, SENDER)
     missing = 1
     while (missing > 0) & (left > 0):
         absent = tl.zeros((BLOCK,), tl.int32)
         for peer in tl.static_range(RANKS):
-            _, late = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+            _, late = look_at_row(own, row, peer, turn, rank, data, word, live, ROWS, PLACE, DATA, SENDER)
             absent |= late
         missing = tl.max(absent, axis=0)
         left = polls_left(host_ptr, left, LOOK)
     if missing > 0:
-        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA, SENDER)
     tl.debug_barrier()  # all threads have read the turn before one of them sets it
     tl.store(turns + row, turn)
     for peer in tl.static_range(RANKS):
-        part, _ = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+        part, _ = look_at_row(own, row, peer, turn, rank, data, word, live, ROWS, PLACE, DATA, SENDER)
         tl.store(out_ptr + peer * words + source, part, mask=live)
 
 
 def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
-    """Return the sum of x [..., H] over the ranks; of rows that `memory` does not hold, piece by piece."""
-    rows = _whole_words(x.flatten(0, -2))
-    if memory.holds(rows):
+    """Return the sum of x [..., H] over the ranks; of rows over ROW_BYTES, piece by piece."""
+    if memory.fits(x):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch(rows, out, memory)
+        _sum(x.flatten(0, -2), out, memory)
         return out
     size, count = ROW_BYTES // x.itemsize, x.numel()
     given = F.pad(x.reshape(-1), (0, count * x.itemsize % DATA_BYTES // x.itemsize))
@@ -255,7 +235,7 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
         for begin, end, width in ((start, middle, size), (middle, stop, stop - middle)):
             if end > begin:
                 part = given[begin:end].view(-1, width)
-                # One kernel for all widths, since prompts of any length are embedded.
+                # One kernel for all widths, since there are rows of any number.
                 _launch(part, sums[begin:end], memory, widest=size)
     return sums[:count].view(x.shape)
 
@@ -286,23 +266,15 @@ def _pieces(total: int, most: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + most, total)
 
 
-class _Norm(NamedTuple):
-    """The norm of sums [rows, size], and where a kernel writes what it computes."""
-
-    residual: Tensor  # [rows, size]
-    gain: Tensor  # [size], by which normed values are multiplied
-    total: Tensor  # [..., size], to be written
-    eps: float
-    scales: Tensor | None = None  # to be written; None: the normed rows are not quantised
-    blocks: bool = False
-
-
 def peer_sum_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: RankMemories
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(y + residual), y + residual) for the sum y of x over the ranks; all [..., H]."""
-    out, norm = torch.empty_like(x, memory_format=torch.contiguous_format), _norm(x, residual, weight, eps)
-    _launch(_whole_words(x.flatten(0, -2)), out, memory, norm)
+    out, norm = (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        SumNorm.of(x, residual, weight, eps),
+    )
+    _sum(x.flatten(0, -2), out, memory, norm)
     return out, norm.total
 
 
@@ -311,30 +283,30 @@ def peer_sum_fp8_rms_norm_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `fp8_add_rms_norm` of the sum of x [..., H] over the ranks: (codes, scales, total)."""
     codes = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
-    scales, norm = empty_scales(x, x.shape[-1], blocks), _norm(x, residual, weight, eps)
-    _launch(_whole_words(x.flatten(0, -2)), codes, memory, norm._replace(scales=scales, blocks=blocks))
+    scales, norm = empty_scales(x, x.shape[-1], blocks), SumNorm.of(x, residual, weight, eps)
+    _sum(x.flatten(0, -2), codes, memory, norm._replace(scales=scales, blocks=blocks))
     return codes, scales, norm.total
 
 
-def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> _Norm:
-    assert x.shape == residual.shape, f"{tuple(x.shape)} + {tuple(residual.shape)}"
-    assert x.dtype == residual.dtype, f"{x.dtype} + {residual.dtype}"
-    assert weight.shape == (x.shape[-1],), f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}"
-    assert weight.is_contiguous(), "the weight must be contiguous"
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _Norm(_whole_words(residual.flatten(0, -2)), weight, total, eps)
+def _sum(rows: Tensor, out: Tensor, memory: RankMemories, norm: SumNorm | None = None) -> None:
+    """Sum rows [count, size], each of up to ROW_BYTES, into `out`: few rows at once, many one after another."""
+    if memory.holds(rows):
+        _launch(_whole_words(rows), out, memory, norm)
+    else:
+        stream_sum(rows, out, memory, norm)
 
 
 def _launch(
-    rows: Tensor, out: Tensor, memory: RankMemories, norm: _Norm | None = None, widest: int = 0
+    rows: Tensor, out: Tensor, memory: RankMemories, norm: SumNorm | None = None, widest: int = 0
 ) -> None:
     """Sum rows [count, size] by a kernel for rows of up to `widest` values; 0: for rows of this size."""
     count, size = rows.shape
     ranks = len(memory.addresses)
     assert memory.holds(rows), f"{count} rows of {size} do not fit into the ranks' memory"
     assert 0 <= memory.rank < ranks <= MAX_RANKS, f"rank {memory.rank} of {ranks}"
-    given = norm or _Norm(rows, rows, out, 0.0)
-    assert rows.stride(1) == given.residual.stride(1) == 1, "the elements of a row must be adjacent"
+    given = norm or SumNorm(rows, rows, out, 0.0)
+    residual = _whole_words(given.residual)
+    assert rows.stride(1) == residual.stride(1) == 1, "the elements of a row must be adjacent"
     if count == 0:
         return
     per_word = DATA_BYTES // rows.itemsize
@@ -342,7 +314,7 @@ def _launch(
     lines = None if given.scales is None else given.scales.flatten(0, -2)
     _peer_sum_kernel[(count,)](
         rows,
-        given.residual,
+        residual,
         given.gain,
         out if lines is None else out.view(torch.uint8),
         out if lines is None else lines,
@@ -350,7 +322,7 @@ def _launch(
         memory.addresses,
         memory.host,
         rows.stride(0) // per_word,
-        given.residual.stride(0) // per_word,
+        residual.stride(0) // per_word,
         0 if lines is None else lines.stride(0),
         0 if lines is None else lines.stride(1),
         words,
@@ -366,7 +338,8 @@ def _launch(
         ROWS=MAX_ROWS,
         PLACE=PLACE_BYTES,
         DATA=DATA_OFFSET,
-        LOOK=POLLS_PER_LOOK,
+        SENDER=SENDER_BYTES,
+        LOOK=memory.polls_per_look,
         BLOCK=block if lines is None else max(block, GROUP // per_word),
         num_warps=row_warps(per_word * block),
         **chained(rows.device),
@@ -390,7 +363,8 @@ def _gather(words: Tensor, memory: RankMemories) -> Tensor:
         ROWS=MAX_ROWS,
         PLACE=PLACE_BYTES,
         DATA=DATA_OFFSET,
-        LOOK=POLLS_PER_LOOK,
+        SENDER=SENDER_BYTES,
+        LOOK=memory.polls_per_look,
         BLOCK=block,
         num_warps=row_warps(block),
         **chained(words.device),

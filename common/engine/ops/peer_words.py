@@ -17,10 +17,10 @@ from common.engine.ops.triton_kernel import kernel, tl
 
 @kernel
 def first_place(  # type: ignore[no-untyped-def]
-    address, turn, row, RANKS: tl.constexpr, ROWS: tl.constexpr, PLACE: tl.constexpr, DATA: tl.constexpr
+    address, turn, row, ROWS: tl.constexpr, PLACE: tl.constexpr, DATA: tl.constexpr
 ):
-    """Return the pointer to the place of a row that rank 0 sends in a turn; those of the next ranks follow."""
-    first = DATA + ((turn & 1) * RANKS * ROWS + row).to(tl.int64) * PLACE
+    """Return the pointer to the place of a row that rank 0 sends in a turn; rank r's is r * SENDER bytes further."""
+    first = DATA + ((turn & 1) * ROWS + row).to(tl.int64) * PLACE
     return tl.multiple_of((address + first).to(tl.pointer_type(tl.int64)), 16)
 
 
@@ -37,12 +37,13 @@ def send_row(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PLACE: tl.constexpr,
     DATA: tl.constexpr,
+    SENDER: tl.constexpr,
 ):
     """Write the data of a row, int32 [words], into the memory of every other rank."""
     words = (turn.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(RANKS):
-        places = first_place(tl.load(addresses_ptr + peer), turn, row, RANKS, ROWS, PLACE, DATA)
-        tl.store(places + rank * (ROWS * PLACE // 8) + word, words, mask=live & (peer != rank))
+        places = first_place(tl.load(addresses_ptr + peer), turn, row, ROWS, PLACE, DATA)
+        tl.store(places + rank * (SENDER // 8) + word, words, mask=live & (peer != rank))
 
 
 @kernel
@@ -55,18 +56,18 @@ def look_at_row(  # type: ignore[no-untyped-def]
     data,
     word,
     live,
-    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     PLACE: tl.constexpr,
     DATA: tl.constexpr,
+    SENDER: tl.constexpr,
 ):
     """Return (the data of the row of a rank, 1 for each of its words that has not arrived and else 0).
 
     This rank's own row is `data`; its words lie nowhere.
     """
-    places = first_place(own, turn, row, RANKS, ROWS, PLACE, DATA)
+    places = first_place(own, turn, row, ROWS, PLACE, DATA)
     sent = live & (peer != rank)
-    found = tl.load(places + peer * (ROWS * PLACE // 8) + word, mask=sent, other=0, volatile=True)
+    found = tl.load(places + peer * (SENDER // 8) + word, mask=sent, other=0, volatile=True)
     missing = sent & ((found >> 32).to(tl.int32) != turn)
     return tl.where(peer == rank, data, found.to(tl.int32)), missing.to(tl.int32)
 
@@ -85,10 +86,11 @@ def report_missing(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PLACE: tl.constexpr,
     DATA: tl.constexpr,
+    SENDER: tl.constexpr,
 ):
     """Tell the host a rank whose row has not arrived, and later programs that they need not wait."""
     for peer in tl.static_range(RANKS):
-        _, missing = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+        _, missing = look_at_row(own, row, peer, turn, rank, data, word, live, ROWS, PLACE, DATA, SENDER)
         if tl.max(missing, axis=0) > 0:
             tl.store(host_ptr, peer + 1)
             tl.store(own.to(tl.pointer_type(tl.int32)) + ROWS, 1)

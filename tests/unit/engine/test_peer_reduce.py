@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.ops import peer_reduce
-from common.engine.ops.peer_reduce import (
+from common.engine.ops import peer_reduce, peer_rows
+from common.engine.ops.peer_memories import (
     DATA_OFFSET,
     MAX_ROWS,
     PLACE_BYTES,
-    ROW_BYTES,
+    SENDER_BYTES,
     RankMemories,
     peer_bytes,
+)
+from common.engine.ops.peer_reduce import (
     peer_gather_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
@@ -46,18 +48,19 @@ def test_tensors_that_take_several_launches() -> None:
 
 
 def test_prompts_of_any_length_are_summed_by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is compiled for each block: one for few rows, which a first token compiles, and one for pieces."""
-    blocks = set()
+    """A kernel is compiled for each block: one for few rows, which a first token compiles, and one for more."""
+    blocks = []
 
     def noted(size: int) -> int:
-        blocks.add(block := next_power_of_2(size))
-        return block
+        blocks.append(next_power_of_2(size))
+        return blocks[-1]
 
     memory, _ = memory_of_two()
-    monkeypatch.setattr(peer_reduce, "next_power_of_2", noted)
+    for module in (peer_reduce, peer_rows):
+        monkeypatch.setattr(module, "next_power_of_2", noted)
     for tokens in (1, 3, 65, 96, 100, 127, 130):
         peer_sum_triton(torch.ones(tokens, 256), memory)
-    assert blocks == {256, ROW_BYTES // 4}
+    assert blocks == [256] * 7
 
 
 def memory_of_two() -> tuple[RankMemories, torch.Tensor]:
@@ -72,8 +75,8 @@ ONE = 0x3F800000  # the bits of 1.0
 
 def words_of(memory: torch.Tensor, turn: int, sender: int) -> torch.Tensor:
     """Return the words of row 0 that a rank sends in a turn to this memory of two."""
-    words = memory[DATA_OFFSET:].view(torch.int64).view(2, 2, MAX_ROWS, PLACE_BYTES // 8)
-    return words[turn % 2, sender, 0]
+    start = DATA_OFFSET + sender * SENDER_BYTES + turn % 2 * MAX_ROWS * PLACE_BYTES
+    return memory[start : start + PLACE_BYTES].view(torch.int64)
 
 
 def test_a_program_gives_up_on_a_rank_that_does_not_come() -> None:
@@ -106,15 +109,14 @@ def test_a_program_waits_for_every_word() -> None:
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     memory, _ = memory_of_two()
-    for shape in ((65, 16), (1, 8200)):
-        x = torch.ones(shape)
-        with pytest.raises(AssertionError, match=f"{shape[0]} rows of {shape[1]} do not fit"):
-            peer_sum_rms_norm_triton(x, x, x[0], 1e-5, memory)
+    x = torch.ones(1, 8200)
+    with pytest.raises(AssertionError, match="rows of 8200 do not fit"):
+        peer_sum_rms_norm_triton(x, x, x[0], 1e-5, memory)
 
 
 def test_after_a_rank_is_missing_no_program_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has many sums: only the first one that a lost rank does not take part in may take time."""
-    monkeypatch.setattr(peer_reduce, "POLLS_PER_LOOK", 16)  # the interpreter is slow
+    monkeypatch.setattr(RankMemories, "polls_per_look", 16)  # the interpreter is slow
     memory, _both = memory_of_two()
     memory = memory._replace(polls=2**31 - 1)
     memory.host[1] = 2  # the host has noticed it

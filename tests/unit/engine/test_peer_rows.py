@@ -1,4 +1,4 @@
-"""The candidate kernel of `tests/bench/peer_rows.py` in Triton's interpreter: two ranks are processes."""
+"""Streamed sums over ranks in Triton's interpreter: two ranks are processes."""
 
 from __future__ import annotations
 
@@ -6,42 +6,127 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from common.engine.ops.peer_reduce import peer_sum_rms_norm_reference
+from common.engine.ops import peer_rows
+from common.engine.ops.fp8_rows import quantize_rows_reference
+from common.engine.ops.peer_memories import (
+    COUNTS_OFFSET,
+    ROW_BYTES,
+    SENDER_BYTES,
+    STREAM_OFFSET,
+    WINDOW,
+    RankMemories,
+    peer_bytes,
+)
+from common.engine.ops.peer_reduce import (
+    peer_sum_reference,
+    peer_sum_rms_norm_reference,
+    peer_sum_rms_norm_triton,
+    peer_sum_triton,
+)
+from common.engine.ops.peer_rows import stream_sum
 from common.engine.ops.triton_kernel import tl
-from tests.bench import peer_rows
-from tests.bench.peer_rows import RowMemories, peer_rows_norm
-from tests.fakes.peer_row_ranks import EPS, MAX_ROWS, RANKS, SIZE, row_memories, sum_rows
+from tests.fakes.peer_row_ranks import EPS, RANKS, SIZE, rank_memories, sum_rows
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="it is measured by tests.bench.all_reduce"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
 ]
 
 
 def shared_memory() -> torch.Tensor:
-    nbytes = RowMemories.nbytes(RANKS, MAX_ROWS, SIZE, torch.float32)
-    return torch.zeros(RANKS, nbytes, dtype=torch.uint8).share_memory_()
+    return torch.zeros(RANKS, peer_bytes(RANKS), dtype=torch.uint8).share_memory_()
 
 
 def test_calls_of_several_sizes() -> None:
-    """Some programs have no row, some several; places are used again."""
-    memory, host = shared_memory(), torch.zeros(1, dtype=torch.int32).share_memory_()
+    """Programs have one row or several, the last ones fewer; all places are used again."""
+    memory, host = shared_memory(), torch.zeros(2, dtype=torch.int32).share_memory_()
     calls = [torch.randn(RANKS + 1, rows, SIZE).share_memory_() for rows in (3, 16, 1, 9)]
-    found = [torch.zeros(RANKS, 2, rows.shape[1], SIZE).share_memory_() for rows in calls]
+    found = [torch.zeros(RANKS, 4, rows.shape[1], SIZE).share_memory_() for rows in calls]
     weight = torch.randn(SIZE).share_memory_()
     spawn(sum_rows, (memory, host, calls, weight, found), RANKS)
     for call, results in zip(calls, found, strict=True):
-        expected = peer_sum_rms_norm_reference(list(call[:RANKS]), call[RANKS], weight, EPS)
+        parts = list(call[:RANKS])
+        normed, total = peer_sum_rms_norm_reference(parts, call[RANKS], weight, EPS)
+        codes, scales = quantize_rows_reference(normed, blocks=False)
         for rank in range(RANKS):
-            torch.testing.assert_close(tuple(results[rank]), expected, atol=1e-5, rtol=1e-5)
-    assert host.tolist() == [0]
-    assert memory.any()
+            assert torch.equal(results[rank, 0], peer_sum_reference(parts))
+            torch.testing.assert_close(results[rank, 1], normed, atol=1e-5, rtol=1e-5)
+            assert torch.equal(results[rank, 2], total)
+            # Codes next to the border between two may be rounded in the other direction.
+            torch.testing.assert_close(results[rank, 3], codes.float() * scales, atol=1e-3, rtol=0.13)
+    assert host.tolist() == [0, 0]
+
+
+def memory_of_two(polls: int = 3) -> tuple[RankMemories, torch.Tensor]:
+    """Return the memory of rank 0 of two, and the bytes of both."""
+    both = torch.zeros(2, peer_bytes(2), dtype=torch.uint8)
+    return rank_memories(both, torch.zeros(2, dtype=torch.int32), 0, polls), both
+
+
+def count_of(memory: torch.Tensor, sender: int) -> torch.Tensor:
+    """Return the count of program 0 that a rank writes to this memory, [1] int32."""
+    start = COUNTS_OFFSET + sender * SENDER_BYTES
+    return memory[start : start + 4].view(torch.int32)
+
+
+def places_of(memory: torch.Tensor, sender: int) -> torch.Tensor:
+    """Return the places of program 0 to which a rank writes in this memory, [WINDOW, n] float32."""
+    start = STREAM_OFFSET + sender * SENDER_BYTES
+    return memory[start : start + WINDOW * ROW_BYTES].view(torch.float32).view(WINDOW, -1)
+
+
+def test_a_row_goes_to_the_place_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_rows, "PROGRAMS", 1)
+    memory, both = memory_of_two()
+    count_of(both[0], 0)[0] = 6  # rows that this rank has sent before
+    count_of(both[0], 1)[0] = 9  # rows that the other one has sent, all of this call included
+    places_of(both[0], 1)[:, :SIZE] = torch.tensor([[20.0], [10.0], [30.0], [40.0]])
+    x = torch.arange(1.0, 4.0)[:, None].expand(3, SIZE)
+    out = torch.zeros(3, SIZE)
+    stream_sum(x, out, memory)
+    assert out[:, 0].tolist() == [31.0, 42.0, 23.0]  # of places 2, 3 and 0
+    assert places_of(both[1], 0)[:, SIZE - 1].tolist() == [3.0, 0.0, 1.0, 2.0]
+    assert count_of(both[0], 0).item() == count_of(both[1], 0).item() == 9
+    assert memory.host.tolist() == [0, 0]
+
+
+def test_counts_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count after 2 ** 31 - 1 is - 2 ** 31."""
+    monkeypatch.setattr(peer_rows, "PROGRAMS", 1)
+    for sent, failed in ((2**31 - 1, 2), (-(2**31), 0)):
+        memory, both = memory_of_two()
+        count_of(both[0], 0)[0] = 2**31 - 1
+        count_of(both[0], 1)[0] = sent
+        places_of(both[0], 1)[3, :SIZE] = 5.0
+        out = torch.zeros(1, SIZE)
+        stream_sum(torch.ones(1, SIZE), out, memory)
+        assert memory.host[0] == failed
+        assert count_of(both[1], 0).item() == -(2**31)
+        assert failed or torch.equal(out, torch.full((1, SIZE), 6.0))
 
 
 def test_a_rank_that_does_not_come_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_rows, "multiprocessors", lambda device: 1)
-    memory, host = shared_memory(), torch.zeros(1, dtype=torch.int32)
-    end = row_memories(memory, host, 0, 3)
-    x = torch.ones(2, SIZE)
-    peer_rows_norm(x, x, x[0], EPS, end)
-    assert host.tolist() == [2]
+    monkeypatch.setattr(peer_rows, "PROGRAMS", 1)
+    memory, both = memory_of_two()
+    x = torch.ones(65, SIZE)
+    peer_sum_rms_norm_triton(x, x, x[0], EPS, memory)
+    assert memory.host.tolist() == [2, 0]
+    assert count_of(both[1], 0).item() == 65  # it got the rows
+
+
+def test_no_program_waits_for_a_rank_that_the_host_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankMemories, "polls_per_look", 16)  # the interpreter is slow
+    memory, _both = memory_of_two(polls=2**31 - 1)
+    memory.host[1] = 2
+    x = torch.ones(65, SIZE)
+    peer_sum_triton(x, memory)  # or this would take an hour
+    assert memory.host.tolist() == [2, 2]
+    memory.host[1] = 0
+    peer_sum_triton(x, memory)
+
+
+def test_rows_that_are_too_wide_are_refused() -> None:
+    memory, _ = memory_of_two()
+    x = torch.ones(65, 8200)
+    with pytest.raises(AssertionError, match="rows of 8200 do not fit"):
+        stream_sum(x, torch.empty_like(x), memory)

@@ -9,6 +9,7 @@ from torch import Tensor
 from common.engine.collectives.fake_group import FakeGroup
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 from common.engine.collectives.sized_group import SizedDeviceGroup, max_small_bytes
+from common.engine.ops.peer_memories import ROW_BYTES
 from common.kv_cache.shard import Shard
 
 VALUES = max_small_bytes(2) // 4  # of float32
@@ -81,6 +82,17 @@ def test_the_bytes_of_a_tensor_decide(values: int, is_small: bool) -> None:
     taken, other = (small, large) if is_small else (large, small)
     assert taken.calls == ["all_reduce", "all_reduce_norm", "all_reduce_fp8_norm", "broadcast"]
     assert not other.calls
+
+
+def test_two_ranks_sum_whole_rows_of_any_number_over_peer_memory() -> None:
+    """The limit is for rows that are too wide, and for other calls."""
+    small, large, group = ways()
+    x = torch.zeros(2 * VALUES // 1024, 1024)
+    call_all(group, x)
+    assert small.calls == ["all_reduce", "all_reduce_norm", "all_reduce_fp8_norm"]
+    assert large.calls == ["broadcast"]
+    group.all_reduce(torch.zeros(128, ROW_BYTES // 4 + 1))
+    assert large.calls == ["broadcast", "all_reduce"]
 
 
 def test_more_ranks_give_less_to_the_small_group() -> None:
