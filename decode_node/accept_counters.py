@@ -38,7 +38,7 @@ class AcceptCounters:
                 self.accepted_at[place] += 1
         self.forced_tokens += emission.forced
         self.accepted_forced += min(len(emission.tokens) - 1, emission.forced)
-        if emission.drafted or emission.forced:
+        if emission.verified_drafts:
             emission.request.rounds += 1
             emission.request.emitted_in_rounds += emitted
 

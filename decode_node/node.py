@@ -370,9 +370,8 @@ class DecodeNode:
         if offset == 1 or reason is not None:
             request.mark("first_decode", now)
             stages = request.stages
-        if reason is None:
-            return TokenRun(request.room, offset, tokens, None, stages)
-        return TokenRun(request.room, offset, tokens, reason, stages, request.rounds, request.accept_length)
+        length = None if reason is None else request.accept_length
+        return TokenRun(request.room, offset, tokens, reason, stages, emission.verified_drafts, length)
 
     def _drop(self, request: DecodeRequest, reason: str) -> None:
         """End a request that nobody waits for, and free what it holds as soon as that is safe."""

@@ -218,3 +218,8 @@ class Emission:
     forced: int = 0  # forced tokens that the step verified as drafts
     # The hidden state that each token was drawn from, if the router gets hidden states.
     states: StateRows | None = None
+
+    @property
+    def verified_drafts(self) -> bool:
+        """Return whether the step has verified drafts or forced tokens."""
+        return self.drafted > 0 or self.forced > 0

@@ -130,8 +130,8 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     tokens: Annotated[list[OutputToken], Meta(max_length=MAX_RUN)]
     finish_reason: FinishReason | None = None
     stages: Stages | None = None
-    # Set in the last run: steps that verified drafts, and tokens of the answer per step of them.
-    rounds: Count = 0
+    verified: bool = False  # the step has verified drafts
+    # Set in the last run: tokens of the answer per step that verified drafts.
     accept_length: Finite | None = None
 
 

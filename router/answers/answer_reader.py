@@ -56,8 +56,7 @@ class ChoiceReader:
                     self._usage.cached_tokens += delta.cached_tokens
                 piece = self._taken() or self._read(delta.tokens, delta.finish_reason)
                 piece.cached_tokens, piece.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
-                piece.rounds, piece.accept_length = delta.rounds, delta.accept_length
-                piece.states = choice.request.states
+                piece.states, piece.steps = choice.request.states, choice.request.steps
                 stopped = text.finish_reason is not None and delta.finish_reason is None
                 if stopped:
                     with suppress(AnswerComplete, StopAsyncIteration):

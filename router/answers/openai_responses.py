@@ -15,6 +15,7 @@ import msgspec
 from common.messages.generation import OutputToken, PromptLogprob, TokenLogprob
 from router.chat.answer_events import Content, Event
 from router.dispatch.answer_states import AnswerStates
+from router.dispatch.verified_steps import VerifiedSteps
 from router.tokens.names import TokenNames
 
 FINGERPRINT = "tandem"
@@ -64,9 +65,8 @@ class AnswerPiece(msgspec.Struct):
     # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
     states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
-    # In the last piece: see TokenRun. 0 where the router has ended the text.
-    rounds: int = 0
-    accept_length: float | None = None
+    # The steps that verified drafts of the choice; None where its answer does not tell them.
+    steps: VerifiedSteps | None = None
 
 
 class Format(ABC):

@@ -129,6 +129,7 @@ class PromptsOfGenerate(CompletionRequest, frozen=True, kw_only=True):
 
     default_tokens: ClassVar[int | None] = DEFAULT_TOKENS
     native: ClassVar[bool] = True
+    tells_steps: ClassVar[bool] = True
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):

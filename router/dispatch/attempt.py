@@ -13,6 +13,7 @@ from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores,
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.first_token_hold import FirstTokenHold
 from router.dispatch.generation import TakeNow, TokenDelta
+from router.dispatch.verified_steps import VerifiedSteps
 from router.nodes.history import NOTHING_CACHED, ExpectedCache
 from router.nodes.registry import Node
 
@@ -55,14 +56,12 @@ class Attempt(msgspec.Struct, eq=False):
     # offset -> run that arrived before the runs that precede it
     early: dict[int, TokenRun] = field(default_factory=dict)
     finish_reason: str | None = None
-    # of the last run: see TokenRun
-    rounds: int = 0
-    accept_length: float | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
     expected: ExpectedCache = NOTHING_CACHED  # what its nodes were believed to hold of the prompt
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     states: AnswerStates | None = None  # collects the hidden states that the client asks for
+    steps: VerifiedSteps | None = None  # collects the steps that verified drafts, where the answer tells them
     prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed over the pages
@@ -102,10 +101,8 @@ class Attempt(msgspec.Struct, eq=False):
     def delta(self, tokens: list[OutputToken], done: str | None, first: bool) -> TokenDelta:
         """Return what the reader gets. `first`: nothing was yielded before, in this attempt or an earlier one."""
         if first:
-            return TokenDelta(
-                tokens, done, self.cached_tokens, self.prompt_logprobs, self.rounds, self.accept_length
-            )
-        return TokenDelta(tokens, done, None, (), self.rounds, self.accept_length)
+            return TokenDelta(tokens, done, self.cached_tokens, self.prompt_logprobs)
+        return TokenDelta(tokens, done, None)
 
     def on_first_token(self, message: FirstToken) -> None:
         self.cached_tokens = message.cached_tokens
@@ -138,6 +135,8 @@ class Attempt(msgspec.Struct, eq=False):
             and len(run.tokens) <= MAX_DIRECT
             and self.direct(run.tokens)
         ):
+            if run.verified and self.steps is not None:
+                self.steps.add(self.emitted + run.offset, len(run.tokens))
             return
         self._append(run)
         if self.early:
@@ -191,7 +190,8 @@ class Attempt(msgspec.Struct, eq=False):
     def _append(self, run: TokenRun) -> None:
         fresh = run.tokens[self.next_offset - run.offset :]
         self.pending.extend(fresh)
+        if run.verified and fresh and self.steps is not None:
+            self.steps.add(self.emitted + self.next_offset, len(fresh))
         self.next_offset += len(fresh)
         if run.finish_reason is not None:
             self.finish_reason = run.finish_reason
-            self.rounds, self.accept_length = run.rounds, run.accept_length

@@ -331,7 +331,9 @@ class Dispatcher:
             self.poison.check(flight)
             prefill, decode = pair
             check_length(flight.request, self._registry.max_model_len)
-            attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.delivered))
+            attempt = Attempt(
+                new_room(), prefill, decode, emitted=len(flight.delivered), steps=flight.request.steps
+            )
             if self._limits.first_token_hold and flight.request.streamed and not flight.delivered:
                 attempt.hold = FirstTokenHold(self._limits.first_token_hold, loop.call_later)
             self._open.open(attempt, flight)

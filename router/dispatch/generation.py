@@ -11,6 +11,7 @@ import msgspec
 from common.messages.generation import ImageSpan, OutputToken, PromptLogprob, SamplingParams
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.shared_prompt import UNSHARED, PromptShare
+from router.dispatch.verified_steps import VerifiedSteps
 from router.metrics.trace_context import TraceContext
 
 FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
@@ -51,6 +52,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     arrived: float | None = None  # monotonic seconds at which its HTTP request arrived
     trace: TraceContext | None = None  # None: not traced
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
+    steps: VerifiedSteps | None = None  # collects the steps that verified drafts; None: not told
     # Other ids under which its client may abort it: those of its prompt and of the HTTP request.
     known_as: tuple[str, ...] = ()
 
@@ -62,9 +64,6 @@ class TokenDelta(msgspec.Struct):
     finish_reason: str | None  # set on the last delta
     cached_tokens: int | None  # set on the first delta: prompt tokens found in the prefill node's cache
     prompt_logprobs: Sequence[PromptLogprob] = ()  # in the first delta, from the prompt's second token on
-    # in the last delta, of the last attempt: see TokenRun
-    rounds: int = 0
-    accept_length: float | None = None
 
 
 class AnswerComplete(Exception):

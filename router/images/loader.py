@@ -14,7 +14,8 @@ from typing import Protocol
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import InvalidRequest, Overloaded, RequestError
 from common.image_files import MEDIA_TYPES
-from router.requests.openai_schema import Message, image_parts
+from router.requests.image_parts import image_parts
+from router.requests.openai_schema import Message
 
 PIECE = 1 << 18  # characters, a multiple of 4
 _DATA_URL = re.compile(r"data:([a-z0-9/+.-]*)((?:;[a-z0-9=+.-]+)*?)(;base64)?,", re.IGNORECASE)

@@ -7,7 +7,7 @@ NOT_YET with the values that have no effect: those values are accepted, any othe
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -111,6 +111,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
     # True for routes of SGLang and vLLM whose answers have a form of their own.
     native: ClassVar[bool] = False
+    tells_steps: ClassVar[bool] = False  # answers tell how many steps verified drafts
 
     model: str | None = None
     request_id: RequestId | None = None  # vLLM: the request's id, unless a header has one
@@ -357,37 +358,6 @@ def packed_ids(ids: TokenIds) -> bytes:
 def prompt_names(count: int) -> list[str]:
     """Return the names of `count` prompts in refusals."""
     return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
-
-
-def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yield (field path, URL) of every image in order. Raises InvalidRequest for parts of unknown types."""
-    for index, message in enumerate(messages):
-        for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            where = f"messages[{index}].content[{position}]"
-            if part.type == "image_url" and part.image_url is not None:
-                url = part.image_url
-                yield f"{where}.image_url", url if isinstance(url, str) else url.url
-            elif part.plain_text is None and (part.reasoning_text is None or message.role != "assistant"):
-                raise InvalidRequest(
-                    f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
-                    param=where,
-                )
-
-
-def without_addresses(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without the URLs of their images, which are megabytes of base64 and loaded already."""
-    return [
-        msgspec.structs.replace(
-            message,
-            content=[
-                part if part.image_url is None else msgspec.structs.replace(part, image_url="")
-                for part in message.content
-            ],
-        )
-        if isinstance(message.content, list)
-        else message
-        for message in messages
-    ]
 
 
 _PROMPT_KINDS = (

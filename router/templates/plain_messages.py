@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
-from router.requests.openai_schema import Message, image_parts
+from router.requests.image_parts import image_parts
+from router.requests.openai_schema import Message
 from router.templates.call_form import TOOL, CallForm
 from router.templates.content_form import DEVELOPER, SYSTEM, Content, ContentForms, text_part
 from router.templates.message_calls import template_calls

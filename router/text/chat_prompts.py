@@ -13,7 +13,8 @@ from router.images.placeholders import place_images
 from router.requests.chat_input import ChatInput, input_tokens
 from router.requests.chat_rules import ChatRules, check_chat
 from router.requests.checks import ServedModel, check_request
-from router.requests.openai_schema import ChatRequest, image_parts, without_addresses
+from router.requests.image_parts import image_parts, without_addresses
+from router.requests.openai_schema import ChatRequest
 from router.requests.prompt_length import TRUNCATE, PromptLength
 from router.templates.prompt_end import prompt_end
 from router.text.service import TextService

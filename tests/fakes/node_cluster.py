@@ -346,8 +346,9 @@ class Call:
     done_turn: int | None = None
     prefill_stages: dict[str, float] | None = None
     decode_stages: dict[str, float] | None = None
-    rounds: int = 0  # in the latest run, as the next one
-    accept_length: float | None = None
+    rounds: int = 0  # runs of steps that verified drafts
+    tokens_of_rounds: int = 0  # in these runs
+    accept_length: float | None = None  # in the last run
     aborted: bool = False
     states: AnswerStates | None = None
 
@@ -610,7 +611,9 @@ class NodeCluster:
                     call = self.by_room.get(run.room)
                     if call is not None:
                         call.decode_stages = run.stages or call.decode_stages
-                        call.rounds, call.accept_length = run.rounds, run.accept_length
+                        call.rounds += run.verified
+                        call.tokens_of_rounds += len(run.tokens) if run.verified else 0
+                        call.accept_length = run.accept_length
                         self._tokens(call, run.offset, run.tokens, run.finish_reason)
             elif isinstance(message, HiddenStates):
                 call = self.by_room.get(message.room)

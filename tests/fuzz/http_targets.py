@@ -15,6 +15,7 @@ from common.messages.generation import OutputToken, TokenLogprob
 from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, usage_field
 from router.apis.tasks import READERS
 from router.requests.checks import ServedModel, check_model, sampling_params
+from router.requests.image_parts import image_parts
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import (
     ChatRequest,
@@ -23,7 +24,6 @@ from router.requests.openai_schema import (
     check_stops,
     compact_chat,
     compact_completion,
-    image_parts,
     prompts,
 )
 from router.tokens.tokenizer import Tokenizer

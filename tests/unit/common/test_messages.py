@@ -115,7 +115,7 @@ FOR_ROUTER = [
     router_inbox.Tokens(
         runs=[
             router_inbox.TokenRun(5, 1, [TOKEN, OutputToken(9)]),
-            router_inbox.TokenRun(6, 0, [], "stop", {"decode_start": 1.5}, 4, 2.5),
+            router_inbox.TokenRun(6, 0, [], "stop", {"decode_start": 1.5}, True, 2.5),
         ]
     ),
     router_inbox.Failed(room=5, code="node_lost", message="gone"),

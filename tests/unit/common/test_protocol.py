@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {27: "eeddfa7ebe111f82"}  # version -> hash of every struct of common/messages
+SCHEMAS = {28: "142e4a4aa4b3c155"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

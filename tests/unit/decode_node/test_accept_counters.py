@@ -51,6 +51,15 @@ def test_rounds_without_drafts_count_only_as_steps() -> None:
     assert plain.accept_length is None
 
 
+def test_what_verifies_drafts() -> None:
+    """Forced tokens are verified as drafts, too."""
+    kinds = [
+        Emission(request(1), [OutputToken(7)], drafted, forced)
+        for drafted, forced in ((0, 0), (2, 0), (0, 3))
+    ]
+    assert [each.verified_drafts for each in kinds] == [False, True, True]
+
+
 def test_fillers_after_the_drafts_do_not_count_as_drafts() -> None:
     """A filler that happens to be right is emitted but does not count as a draft."""
     counters, lucky = AcceptCounters(), request(1)

@@ -140,6 +140,7 @@ def test_one_branch_is_the_chain_and_more_accept_more() -> None:
             expect_reference(*calls)
             lengths.append(cluster.decode.link.counters.avg_spec_accept_length)
             # The prefill node draws the first token.
+            assert [call.tokens_of_rounds for call in calls] == [59] * len(calls)
             told = [call.rounds * (call.accept_length or 0) for call in calls]
             assert told == pytest.approx([59] * len(calls))
     assert lengths[0] == lengths[1]

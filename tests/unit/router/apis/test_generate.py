@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from common.errors import NodeLost
 from common.messages.generation import OutputToken, PromptLogprob
-from router.dispatch.generation import TokenDelta
+from router.dispatch.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -63,15 +64,43 @@ async def test_a_text(rig: Rig) -> None:
     assert (params.logit_bias, params.frequency_penalty) == (((5, 1.5),), 0.5)
 
 
-async def test_rounds_of_speculation(rig: Rig) -> None:
-    """As SGLang's benchmarks read them, in the last event of a stream, too."""
-    last = TokenDelta([OutputToken(each) for each in HELLO[1:]], "length", None, (), 4, 2.75)
-    rig.generator.will(delta(HELLO[:1], cached=3), last)
-    _, answer, _ = await rig.post("/generate", {"text": "Hello"})
-    assert (answer["meta_info"]["spec_verify_ct"], answer["meta_info"]["spec_accept_length"]) == (4, 2.75)
-    first, *_, end = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
+@pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_steps_that_verified_drafts(serve: Serve, padding: int) -> None:
+    """As SGLang's benchmarks read them, in the last event of a stream, too; also if a stop string ends the answer."""
+    rig = await serve()
+    scripted = rig.generator.generate
+
+    async def generate(
+        request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncIterator[TokenDelta]:
+        assert request.steps is not None
+        for start, tokens in ((1, 3), (5, 2), (7, 1)):
+            request.steps.add(start, tokens)
+        async for each in scripted(request, take_now):
+            yield each
+
+    rig.generator.generate = generate  # type: ignore[method-assign, assignment]
+    said = rig.tokenizer.encode("one two three four", False)[:8]
+    assert len(said) == 8
+    texts = [rig.tokenizer.decode([each], True) for each in said]
+    rig.generator.will(
+        delta(said[:1], cached=3), delta(said[1:4]), delta(said[4:5]), delta(said[5:], "length")
+    )
+    found = []
+    for stop, count in ((None, 8), ("".join(texts[4:6]), 6), ("".join(texts[1:3]), 3), (texts[0], 1)):
+        body = {"text": "Hello", "sampling_params": {"stop": stop}}
+        raw = json.dumps(body).encode() + b" " * padding
+        _, answer, _ = await rig.post("/generate", raw)
+        meta = answer["meta_info"]
+        assert meta["completion_tokens"] == count
+        found.append((meta.get("spec_verify_ct"), meta.get("spec_accept_length")))
+        *_, end = events(await rig.raw("/generate", body | {"stream": True}))
+        assert (end["meta_info"].get("spec_verify_ct"), end["meta_info"].get("spec_accept_length")) == found[
+            -1
+        ]
+    assert found == [(3, 2.0), (2, 2.0), (1, 2.0), (None, None)]
+    first, *_ = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
     assert "spec_verify_ct" not in first["meta_info"]
-    assert end["meta_info"]["spec_verify_ct"] == 4
 
 
 async def test_defaults(rig: Rig) -> None:

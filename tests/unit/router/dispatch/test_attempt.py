@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.errors import InternalError, NodeLost, TransferFailed
 from common.messages.generation import OutputToken
@@ -14,6 +15,7 @@ from common.messages.identity import NodeRef, Role
 from common.messages.router_inbox import FirstToken, Register, TokenRun
 from router.dispatch import attempt as module
 from router.dispatch.attempt import Attempt
+from router.dispatch.verified_steps import VerifiedSteps
 from router.nodes.registry import Node
 
 
@@ -40,6 +42,10 @@ def run(offset: int, ids: list[int], finish: str | None = None) -> TokenRun:
     return TokenRun(7, offset, [OutputToken(i) for i in ids], finish)
 
 
+def verified(offset: int, ids: list[int], finish: str | None = None) -> TokenRun:
+    return replace(run(offset, ids, finish), verified=True)
+
+
 def first(token: int, finish: str | None = None) -> FirstToken:
     return FirstToken(room=7, token=OutputToken(token), finish_reason=finish, cached_tokens=5)
 
@@ -59,13 +65,37 @@ def test_in_order() -> None:
     assert ids(made) == []
 
 
-def test_the_last_delta_has_the_rounds_of_the_last_run() -> None:
-    made = attempt()
+def test_steps_that_verified_drafts() -> None:
+    """They are counted by their place in the answer, however their tokens reach the reader, and each once."""
+    steps = VerifiedSteps()
+    made = Attempt(7, node("prefill"), node("decode"), emitted=5, steps=steps)
+    made.on_run(verified(1, [11, 12, 13]))
     made.on_first_token(first(10))
-    assert made.delta(made.take(), None, True).rounds == 0
-    made.on_run(TokenRun(7, 1, [OutputToken(11)], "length", None, 4, 2.5))
-    last = made.delta(made.take(), made.finish_reason, False)
-    assert (last.rounds, last.accept_length) == (4, 2.5)
+    made.on_run(verified(1, [11, 12, 13]))
+    assert ids(made) == [10, 11, 12, 13]
+    made.on_run(run(4, [14]))
+    made.on_run(verified(4, [14, 15, 16]))
+    assert ids(made) == [14, 15, 16]
+    taken: list[int] = []
+
+    def take_now(tokens: Sequence[OutputToken]) -> bool:
+        taken.append(len(tokens))
+        made.next_offset += len(tokens)
+        return True
+
+    made.direct = take_now
+    made.on_run(verified(7, [17, 18]))
+    assert taken == [2]
+    made.on_run(verified(9, [19], "length"))
+    assert [steps.among(count) for count in (6, 7, 9, 10, 12, 14, 15)] == [
+        (0, 0),
+        (1, 1),
+        (1, 3),
+        (1, 3),
+        (2, 5),
+        (3, 7),
+        (4, 8),
+    ]
 
 
 def test_decode_tokens_may_overtake_the_first_one() -> None:

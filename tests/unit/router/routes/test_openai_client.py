@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from common.errors import DeadlineExceeded, InternalError, NodeLost, Overloaded, RequestError, Unavailable
 from common.messages.generation import SamplingParams
 from router.images.loader import Image
-from router.requests.openai_schema import Message, image_parts
+from router.requests.image_parts import image_parts
+from router.requests.openai_schema import Message
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one

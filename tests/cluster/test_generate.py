@@ -1,0 +1,52 @@
+"""/generate in front of a real cluster of the tiny model that thinks: what meta_info says of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.cluster.check_families import shipped
+from tests.cluster.harness import RunningCluster
+
+pytestmark = pytest.mark.timeout(900)
+
+GREEDY = {"temperature": 0, "max_new_tokens": 80}
+MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with RunningCluster(tmp_path_factory.mktemp("generate"), config=shipped("tools")) as running:
+        yield running
+
+
+async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> Any:
+    async with session.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def test_a_stop_string_leaves_the_figures_of_speculation(cluster: RunningCluster) -> None:
+    """A stop string ends the answer at the router; tokens and steps past it do not count."""
+    async with aiohttp.ClientSession(cluster.url) as session:
+        prompt = (await post(session, "/tokenize", messages=MESSAGES))["tokens"]
+        whole = await post(session, "/generate", input_ids=prompt, sampling_params=GREEDY)
+        text, found = whole["text"], [whole["meta_info"]]
+        for cut in (len(text) - 8, len(text) // 2, 14):
+            stop = text[cut : cut + 5]
+            params = GREEDY | {"stop": [stop]}
+            answer = await post(session, "/generate", input_ids=prompt, sampling_params=params)
+            assert answer["text"] == text[: text.index(stop)]
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+            found.append(answer["meta_info"])
+    rounds = [meta["spec_verify_ct"] for meta in found]
+    assert rounds == sorted(rounds, reverse=True)
+    assert rounds[0] > rounds[-1] > 0
+    for meta in found:
+        given = meta["spec_verify_ct"] * meta["spec_accept_length"]
+        # The prefill node gives the first token; steps without drafts give one each.
+        assert meta["spec_verify_ct"] <= given + 1e-3
+        assert given <= meta["completion_tokens"] - 1 + 1e-3
