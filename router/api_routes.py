@@ -60,7 +60,7 @@ class ApiRoutes:
         prompts = ChatPrompts(texts, images)
         self._routes = (
             openai,
-            GenerateRoutes(openai, texts, tokenizer),
+            GenerateRoutes(openai, texts, tokenizer, models.admitting),
             TokensRoutes(openai, texts, tokenizer, models.admitting),
             ResponsesRoutes(openai, texts, prompts, models.admitting),
             MessagesRoutes(openai, texts, prompts, models.admitting),

@@ -68,6 +68,11 @@ class TokenMarker:
         A prompt may have hundreds of thousands of tokens: each distinct one is spelled once, and the search for the
         marker is one call.
         """
+        if len(self._symbols) == 1 and self._symbols[0] < 0:
+            # A special token, as of most models: no other one has this symbol.
+            [marker] = self.tokens
+            last = (count for count, token in enumerate(reversed(tokens)) if token == marker)
+            return next(last) if marker in tokens else None
         spelled = {token: self._spelled(self._symbols_of(token)) for token in set(tokens)}
         parts = [spelled[token] for token in tokens]
         text = "".join(parts)

@@ -46,6 +46,7 @@ class AnswerForm(Protocol):
     def collector(self, choices: int) -> Collector: ...
 
 
-# Make the form of another API around OpenAI's; the list has the number of prompt tokens of each choice.
+# Make the form of another API around OpenAI's. The list has the number of prompt tokens of each choice, or for prompts
+# that are no chats the tokens themselves.
 ShowChat = Callable[[ChatFormat, Sequence[int]], AnswerForm]
-ShowCompletion = Callable[[CompletionFormat, Sequence[int]], AnswerForm]
+ShowCompletion = Callable[[CompletionFormat, Sequence[Sequence[int]]], AnswerForm]

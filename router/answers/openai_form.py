@@ -13,8 +13,8 @@ from router.http.sse import DONE
 class OpenAiForm:
     """An `AnswerForm` of one of OpenAI's formats."""
 
-    def __init__(self, form: Format, prompt_tokens: Sequence[int]) -> None:
-        """`prompt_tokens`: as other forms take it; here, the usage contains their sum."""
+    def __init__(self, form: Format, prompts: Sequence[object]) -> None:
+        """`prompts`: what other forms are told of them; here, the usage says it."""
         self._form = form
         self.opening = form.opening
         self.events = form.events

@@ -14,6 +14,8 @@ from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
 from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
 from router.answers.prompt_pieces import PromptPiece
 from router.apis.generate_request import GenerateTask
+from router.chat.answer_style import AnswerStyle
+from router.chat.reasoning_counter import ReasoningCounter
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import FINISH_ABORT
 from router.http.json_answer import BodyPart
@@ -43,8 +45,9 @@ class _Scores:
 class _Choice:
     """One choice so far."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, reasoning: ReasoningCounter | None) -> None:
         self.prompt_tokens = prompt_tokens
+        self.reasoning = reasoning
         self.cached_tokens = 0
         self.text: list[str] = []
         self.ids = array("i")
@@ -61,9 +64,15 @@ class GenerateForm:
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(
-        self, task: GenerateTask, ids: Sequence[str], tokenizer: Tokenizer, prompt_tokens: Sequence[int]
+        self,
+        task: GenerateTask,
+        ids: Sequence[str],
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        answers: AnswerStyle,
     ) -> None:
-        """`ids` and `prompt_tokens`: of each choice."""
+        """`ids` and `prompts`: of each choice."""
+        prompt_tokens = [*map(len, prompts)]
         self._listed = task.listed
         self._logprobs = task.logprobs
         self._top = task.completion.logprobs or 0
@@ -77,7 +86,10 @@ class GenerateForm:
             )
         self._ids = ids
         self._tokenizer = tokenizer
-        self._choices = [_Choice(count) for count in prompt_tokens]
+        self._choices = [
+            _Choice(len(prompt), answers.reasoning_counter(prompt, tokenizer.symbols_of))
+            for prompt in prompts
+        ]
         self._late: list[int] = []  # choices whose last event has hidden states and is sent after all others
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
@@ -144,6 +156,9 @@ class GenerateForm:
         if piece.text:
             choice.text.append(piece.text)
         choice.ids.extend(token.id for token in piece.tokens)
+        if choice.reasoning is not None:
+            for token in piece.tokens:
+                choice.reasoning.add(token.id)
         if self._logprobs:
             for token in piece.tokens:
                 self._add_scores(choice.scores, token)
@@ -196,6 +211,7 @@ class GenerateForm:
             "finish_reason": choice.finish,
             "prompt_tokens": choice.prompt_tokens,
             "completion_tokens": len(choice.ids),
+            "reasoning_tokens": 0 if choice.reasoning is None else choice.reasoning.count,
             "cached_tokens": choice.cached_tokens,
             "weight_version": "default",
             **choice.end,

@@ -16,12 +16,13 @@ from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import InternalError, ModelError
-from common.grammar.token_marker import TokenMarker
+from common.grammar.token_marker import SymbolsOf, TokenMarker
 from common.messages.generation import ThinkingLimit
 from router.chat.answer_parser import AnswerParser
 from router.chat.call_formats import CallFormat
 from router.chat.call_grammar import Thought
 from router.chat.families import BY_NAME, ChatFamily, family_of
+from router.chat.reasoning_counter import ReasoningCounter
 from router.chat.response_template import REASONING, ResponseTemplate, compile_template
 from router.grammar.constraint import Constraint, End
 
@@ -73,6 +74,17 @@ class AnswerStyle:
         begin, end = self.think_markers
         spent = (begin.tokens_since(prompt) or 0) if thought is Thought.OPEN else None
         return ThinkingLimit(tokens, begin.tokens, end.tokens, spent)
+
+    def reasoning_counter(self, prompt: Sequence[int], symbols_of: SymbolsOf) -> ReasoningCounter | None:
+        """Return what counts the tokens of reasoning in the answer to a prompt that is no chat.
+
+        None if this model's reasoning is not marked with fixed texts.
+        """
+        if self.think_markers is None:
+            return None
+        begin, end = self.think_markers
+        opened = self.thought_of(prompt) is Thought.OPEN
+        return ReasoningCounter(begin.tokens, end.tokens, symbols_of, opened)
 
     def after_reasoning(self, asked: Constraint, thought: Thought) -> Constraint:
         """Return the constraint that asks the same of what follows the reasoning."""

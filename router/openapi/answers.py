@@ -104,6 +104,7 @@ class GenerateMeta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: dict[str, Any]
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
     cached_tokens: int
     e2e_latency: float
     spec_verify_ct: int | None = None

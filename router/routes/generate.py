@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -15,6 +15,7 @@ from router.apis.renamed_fields import renamed_fields
 from router.apis.tasks import GENERATE
 from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import received
+from router.requests.checks import ServedModel
 from router.routes.listed_ids import listed_ids
 from router.routes.openai import OpenAiRoutes, OwnFields
 from router.text.service import TextService
@@ -24,10 +25,18 @@ from router.tokens.tokenizer import Tokenizer
 class GenerateRoutes:
     """The handler: prompts run as completions do, under the same limits."""
 
-    def __init__(self, openai: OpenAiRoutes, texts: TextService, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        openai: OpenAiRoutes,
+        texts: TextService,
+        tokenizer: Tokenizer,
+        model: Callable[[], ServedModel],
+    ) -> None:
+        """`model` raises Unavailable while no requests are accepted."""
         self._openai = openai
         self._texts = texts
         self._tokenizer = tokenizer
+        self._model = model
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/generate", self.generate)
@@ -51,9 +60,10 @@ class GenerateRoutes:
         request_id: str,
         identities: Sequence[str],
         _: CompletionFormat,
-        prompt_tokens: Sequence[int],
+        prompts: Sequence[Sequence[int]],
     ) -> GenerateForm:
-        prompts = [Prompt((), index, identity=each) for index, each in enumerate(identities or [None])]
-        count = len(prompt_tokens) // len(prompts)
-        ids = [own for prompt in prompts for own, *_ in choice_ids(request_id, prompt, count)]
-        return GenerateForm(task, ids, self._tokenizer, prompt_tokens)
+        """`prompts`: of each choice."""
+        asked = [Prompt((), index, identity=each) for index, each in enumerate(identities or [None])]
+        count = len(prompts) // len(asked)
+        ids = [own for prompt in asked for own, *_ in choice_ids(request_id, prompt, count)]
+        return GenerateForm(task, ids, self._tokenizer, prompts, self._model().answers)

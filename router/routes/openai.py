@@ -277,7 +277,7 @@ class OpenAiRoutes:
         named = body.logprob_token_ids or ()
         form = kind(identity, model.name, int(time.time()), self._names(body), logprobs, named)
         told = [choice.request.token_ids for choice in choices]
-        shown = with_details(show(form, prompt_lengths(choices)), form, body, told, self._tokenizer)
+        shown = with_details(show(form, told), form, body, told, self._tokenizer)
         return await self._answer(request, body, shown, choices)
 
     @property

@@ -17,7 +17,6 @@ from router.apis.tokens_request import TOKENS_NAMES, PromptOfTokens
 from router.http.errors import request_id_key
 from router.http.request_body import received
 from router.requests.checks import ServedModel
-from router.requests.openai_schema import prompts
 from router.routes.openai import OpenAiRoutes
 from router.text.service import TextService
 from router.tokens.names import IdNames
@@ -52,14 +51,17 @@ class TokensRoutes:
                 return await self._openai.answer_completion(request, task.completion, memory, show)
 
     def _form(
-        self, body: PromptOfTokens, request: web.Request, _: CompletionFormat, prompt_tokens: Sequence[int]
+        self,
+        body: PromptOfTokens,
+        request: web.Request,
+        _: CompletionFormat,
+        prompts: Sequence[Sequence[int]],
     ) -> TokensForm:
+        """`prompts`: of each choice."""
         name, created = self._model().name, int(time.time())
         named = body.logprob_token_ids or ()
         form = ChatFormat("", name, created, IdNames(self._tokenizer), body.logprobs, named)
         scores = None
         if body.prompt_logprobs is not None:
-            [prompt] = prompts(body, prompt_tokens[0])
-            assert not isinstance(prompt, str)
-            scores = PromptScoreList(prompt, body.prompt_logprobs, self._tokenizer)
+            scores = PromptScoreList(prompts[0], body.prompt_logprobs, self._tokenizer)
         return TokensForm(request[request_id_key], form, scores, {"model": name, "created": created})

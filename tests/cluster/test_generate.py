@@ -29,6 +29,22 @@ async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> Any:
         return await response.json()
 
 
+async def test_tokens_of_reasoning(cluster: RunningCluster) -> None:
+    """With its markers; usage of the same chat counts what is between them."""
+    async with aiohttp.ClientSession(cluster.url) as session:
+        chat = await post(session, "/v1/chat/completions", messages=MESSAGES, temperature=0, max_tokens=80)
+        prompt = (await post(session, "/tokenize", messages=MESSAGES))["tokens"]
+        thought = chat["choices"][0]["message"]["reasoning_content"]
+        answer = await post(session, "/generate", input_ids=prompt, sampling_params=GREEDY)
+        found = answer["meta_info"]["reasoning_tokens"]
+        tokens = answer["output_ids"][:found]
+        text = (await post(session, "/detokenize", tokens=tokens))["text"]
+        assert text == f"<think>\n{thought}\n</think>"
+        assert answer["text"].startswith(text)
+        begun = await post(session, "/generate", input_ids=prompt + tokens[:3], sampling_params=GREEDY)
+        assert begun["meta_info"]["reasoning_tokens"] == found - 3
+
+
 async def test_a_stop_string_leaves_the_figures_of_speculation(cluster: RunningCluster) -> None:
     """A stop string ends the answer at the router; tokens and steps past it do not count."""
     async with aiohttp.ClientSession(cluster.url) as session:

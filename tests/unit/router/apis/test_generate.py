@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from common.errors import NodeLost
+from common.grammar.token_marker import TokenMarker
 from common.messages.generation import OutputToken, PromptLogprob
+from router.chat.answer_style import AnswerStyle
 from router.dispatch.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
-from tests.unit.router.conftest import Rig, Serve
+from router.tokens.tokenizer import Tokenizer
+from tests.unit.router.conftest import SERVED, Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 HELLO = [331, 300, 301]
@@ -52,6 +56,7 @@ async def test_a_text(rig: Rig) -> None:
             "finish_reason": {"type": "length", "length": 3},
             "prompt_tokens": len(rig.tokenizer.encode("Hello", True)),
             "completion_tokens": 3,
+            "reasoning_tokens": 0,
             "cached_tokens": 3,
             "weight_version": "default",
         },
@@ -101,6 +106,37 @@ async def test_steps_that_verified_drafts(serve: Serve, padding: int) -> None:
     assert found == [(3, 2.0), (2, 2.0), (1, 2.0), (None, None)]
     first, *_ = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
     assert "spec_verify_ct" not in first["meta_info"]
+
+
+async def test_tokens_of_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
+    """The prompt or one of the first tokens opens it; the markers count, as in SGLang, and what follows does not."""
+    marks = [TokenMarker(tokenizer.tokens_within(each), tokenizer.symbols_of) for each in ("<t>", "</t>")]
+    rig = await serve(served=replace(SERVED, answers=AnswerStyle(think_markers=(marks[0], marks[1]))))
+    for prompt, thought, rest in (
+        ("Hm", "", "I know.</t> So"),
+        ("Hm", "<t>I think.</t>", " So</t>"),
+        ("Hm", "\n<t>I think.</t>", " So <t>"),
+        ("Hm", "<t>I think", ""),
+        ("Hm<t>", "I think.</t>", " So<t>no</t>"),
+        ("Hm<t>I", "think", ""),
+        ("Hm<t>I</t>", "", "think.</t>"),
+        ("Hm", "", "So it is, and then I write <t>no</t>"),
+        ("Hm", "", ""),
+    ):
+        ids, more = (tokenizer.encode(each, False) for each in (thought, rest))
+        rig.generator.scripts = [[*one_by_one([*ids, *more] or [2])]]
+        body = {"text": prompt, "sampling_params": {"ignore_eos": True}}
+        _, answer, _ = await rig.post("/generate", body)
+        assert answer["meta_info"]["reasoning_tokens"] == len(ids), (prompt, thought, rest)
+        streamed = events(await rig.raw("/generate", body | {"stream": True}))
+        told = [
+            (event["meta_info"]["completion_tokens"], event["meta_info"]["reasoning_tokens"])
+            for event in streamed
+        ]
+        assert told[-1][1] == len(ids)
+        opened = len(ids) - len(tokenizer.encode(thought.removeprefix("\n<t>").removeprefix("<t>"), False))
+        for tokens, reasoning in told:
+            assert reasoning == (min(tokens, len(ids)) if tokens >= opened else 0)
 
 
 async def test_defaults(rig: Rig) -> None:
@@ -362,7 +398,7 @@ async def test_log_probabilities_of_named_tokens_at_each_place_of_the_prompt(rig
     first = scored(5, 6, 7, chosen=(-2.0, -3.0))
     found = first.tokens[0].logprob
     assert found is not None
-    first.tokens = [OutputToken(331, replace(found, chosen=(-4.0, -5.0)))]
+    first.tokens = [OutputToken(331, structs.replace(found, chosen=(-4.0, -5.0)))]
     rig.generator.will(first)
     body = {
         "input_ids": [5, 6, 7],
