@@ -67,7 +67,11 @@ class ZapHandler:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Return [version, request id, status code, status text, user id, metadata]."""
         request_id = request[1] if len(request) > 1 else b""
-        user, problem = self._check(request)
+        try:
+            user, problem = self._check(request)
+        # Without this thread nobody could connect any longer.
+        except Exception as error:
+            user, problem = "", f"the key could not be checked: {error!r}"
         if not user:
             address = request[3].decode(errors="replace") if len(request) > 3 else ""
             self._refusals.warning(address, problem)

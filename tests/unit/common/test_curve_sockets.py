@@ -13,7 +13,7 @@ import zmq
 import zmq.auth
 
 from common.errors import ConfigError
-from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind
+from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind, zap
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve, PerRunCurve, Plain
 from common.ipc.key_files import make_key_pairs
@@ -208,6 +208,26 @@ def test_a_key_that_could_not_be_read_is_read_again(keys: Path, monkeypatch: pyt
         assert not allowed.admits("decode-0")
     now += allow_list.CHECK_SECONDS
     assert allowed.admits("decode-0")
+
+
+def test_keys_are_checked_again_after_a_defect_in_a_check(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the thread that answers ended, nobody could connect to this process any longer, and nobody would know why."""
+    failures: list[bytes] = []
+
+    def fail(key: bytes) -> bytes:
+        failures.append(key)
+        raise RuntimeError("a defect")
+
+    dealer = wire.client("prefill-0/abc", "prefill-0")
+    assert dealer.send(b"hello")
+    with monkeypatch.context() as patch:
+        patch.setattr(zap.z85, "encode", fail)
+        until(lambda: dealer.drain() or failures)
+    assert until(lambda: dealer.drain() or wire.server.drain()) == [(b"prefill-0/abc", b"hello")]
+    reasons = [vars(record)["fields"]["reason"] for record in caplog.records]
+    assert "the key could not be checked: RuntimeError('a defect')" in reasons
 
 
 def test_a_banned_key_comes_back_after_the_ban(keys: Path) -> None:
