@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,11 +25,12 @@ from common.config import Resolved, load_cluster
 from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
 from common.config.router_processes import names_router
-from common.config.run_directory import run_directory, unwritable
+from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.launch_record import launched
 from common.observability.stderr_file import StderrFile
 from deploy.children import Child
+from deploy.detached import SUPERVISOR_LOG, start_detached
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
@@ -40,9 +40,6 @@ from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
-# The supervisor itself ends a start without progress; how long a start takes in all is not known.
-DETACH_TIMEOUT = 86_400.0
-DETACHED_LOG = "supervisor.log"
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -115,7 +112,7 @@ def up(
     signal.signal(signal.SIGTERM, supervisor.request_stop)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
         signal.signal(signal.SIGHUP, supervisor.request_stop)  # the terminal was closed
-    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20, supervisor.run_dir / DETACHED_LOG)
+    own_log = StderrFile(resolved.cluster.process.log_max_mib << 20, supervisor.run_dir / SUPERVISOR_LOG)
 
     def report(text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
@@ -247,38 +244,14 @@ class StartView:
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
     run_dir = _run_dir(cluster, resolved, to_write=True)
-    table = read_table(run_dir)
-    if table is not None:
-        _fail(
-            f"this cluster is already running at {table.url} (pid {table.supervisor.pid}); stop it with deploy/down"
-        )
-    command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
-    command += [part for item in overrides for part in ("--set", item)]
-    log_path = run_dir / DETACHED_LOG
     try:
-        log_path.unlink(missing_ok=True)
-        log = log_path.open("ab")
-    except OSError as error:
-        _refuse(cluster, unwritable(run_dir, error.strerror or str(error)))
-    with log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    deadline = time.monotonic() + DETACH_TIMEOUT
-    while time.monotonic() < deadline:
-        table = read_table(run_dir)
-        if table is not None and table.state == "ready":
-            name = _served_name(resolved)
-            say(f"{name} answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
-            return
-        if process.poll() is not None:
-            _fail(
-                log_path.read_text(errors="replace").strip()
-                or f"the supervisor ended with {process.returncode}"
-            )
-        time.sleep(0.1)
-    process.terminate()
-    _fail(f"not ready after {DETACH_TIMEOUT:.0f} s; see {log_path}")
+        started = start_detached(run_dir, cluster, overrides, say)
+    except ConfigError as error:
+        _refuse(cluster, error)
+    except (AlreadyRunning, StartError) as error:
+        _fail(str(error))
+    name = _served_name(resolved)
+    say(f"{name} answers at {started.url}/v1 (supervisor pid {started.pid}, logs: {run_dir}/logs)")
 
 
 def _served_name(resolved: Resolved) -> str:

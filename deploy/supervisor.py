@@ -50,6 +50,11 @@ class AlreadyRunning(TandemError):
     """Another supervisor runs this cluster."""
 
 
+def already_running(table: Table | None) -> AlreadyRunning:
+    where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
+    return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down")
+
+
 class Supervisor:
     """Supervises one cluster: call `start`, then `watch`, which returns when a stop is requested, then `stop`."""
 
@@ -228,7 +233,7 @@ class Supervisor:
                 os.close(descriptor)
                 if not isinstance(error, BlockingIOError):
                     raise
-                raise self._already_running(read_table(self._run_dir)) from None
+                raise already_running(read_table(self._run_dir)) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
                     break
@@ -237,12 +242,8 @@ class Supervisor:
         table = read_table(self._run_dir)
         if table is not None:  # the lock file was removed while its supervisor runs
             os.close(descriptor)
-            raise self._already_running(table)
+            raise already_running(table)
         return descriptor
-
-    def _already_running(self, table: Table | None) -> AlreadyRunning:
-        where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-        return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down")
 
     def _write_first(self) -> None:
         """Write the first table. If that fails the start fails, because `deploy/down` could not find the cluster."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.auth
+from zmq.utils import z85
 
 from common.errors import ConfigError
-from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind, zap
+from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bind
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve, PerRunCurve, Plain
 from common.ipc.key_files import make_key_pairs
@@ -223,7 +224,7 @@ def test_keys_are_checked_again_after_a_defect_in_a_check(
     dealer = wire.client("prefill-0/abc", "prefill-0")
     assert dealer.send(b"hello")
     with monkeypatch.context() as patch:
-        patch.setattr(zap.z85, "encode", fail)
+        patch.setattr(z85, "encode", fail)
         until(lambda: dealer.drain() or failures)
     assert until(lambda: dealer.drain() or wire.server.drain()) == [(b"prefill-0/abc", b"hello")]
     reasons = [vars(record)["fields"]["reason"] for record in caplog.records]

@@ -1,0 +1,84 @@
+"""Starts a supervisor that outlives this command, and waits until its cluster is ready."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.run_directory import unwritable
+from deploy.process_table import read_table
+from deploy.supervisor import AlreadyRunning, StartError, already_running
+
+SUPERVISOR_LOG = "supervisor.log"
+# The supervisor itself ends a start without progress; how long a start takes in all is not known.
+TIMEOUT = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A cluster that is ready."""
+
+    url: str
+    pid: int  # of the supervisor
+
+
+def start_detached(
+    run_dir: Path, cluster: Path, overrides: Sequence[str], report: Callable[[str], None]
+) -> Started:
+    """Start the cluster and return once it is ready; an interrupt ends the supervisor, too.
+
+    Raises AlreadyRunning, StartError with what the supervisor has said, or ConfigError if there can be no log.
+    """
+    _check_not_running(run_dir)
+    command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
+    command += [part for item in overrides for part in ("--set", item)]
+    log_path = run_dir / SUPERVISOR_LOG
+    try:
+        log = log_path.open("ab")
+    except OSError as error:
+        raise unwritable(run_dir, error.strerror or str(error)) from error
+    with log:
+        try:
+            # The supervisor inherits the lock: nobody empties the file while it writes to it.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _check_not_running(run_dir)
+            raise AlreadyRunning(
+                f"this cluster is being started or stopped; {log_path} shows how far that is"
+            ) from None
+        log.truncate(0)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            return _await_ready(run_dir, process, log_path)
+        except KeyboardInterrupt:
+            report("stopping what was started ...")
+            process.terminate()
+            process.wait()
+            raise
+
+
+def _check_not_running(run_dir: Path) -> None:
+    table = read_table(run_dir)
+    if table is not None:
+        raise already_running(table)
+
+
+def _await_ready(run_dir: Path, process: subprocess.Popen[bytes], log_path: Path) -> Started:
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        table = read_table(run_dir)
+        if table is not None and table.state == "ready" and table.supervisor.pid == process.pid:
+            return Started(table.url, process.pid)
+        if process.poll() is not None:
+            said = log_path.read_text(errors="replace").strip()
+            raise StartError(said or f"the supervisor ended with {process.returncode}")
+        time.sleep(0.1)
+    process.terminate()
+    raise StartError(f"not ready after {TIMEOUT:.0f} s; see {log_path}")
