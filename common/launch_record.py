@@ -22,13 +22,18 @@ FOLDER = "launched"
 def launch_record(run_dir: Path, name: str) -> Iterator[None]:
     """Keep the record of this process. One that cannot be written is left out: a cluster runs on a full disk, too."""
     record = run_dir / FOLDER / f"{name}.{os.getpid()}.json"
+    partial = record.with_suffix(".part")
     with contextlib.suppress(OSError):
         record.parent.mkdir(mode=0o700, exist_ok=True)
         for old in record.parent.glob(f"{name}.*.json"):
             process = _read(old)
             if process is None or not process.alive:
                 old.unlink()
-        record.write_bytes(msgspec.json.encode(entry(os.getpid())))
+        partial.write_bytes(msgspec.json.encode(entry(os.getpid())))
+        partial.replace(record)
+    # A write that failed has left it.
+    with contextlib.suppress(OSError):
+        partial.unlink()
     try:
         yield
     finally:

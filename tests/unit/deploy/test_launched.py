@@ -69,6 +69,32 @@ def test_a_run_directory_that_cannot_be_written_to_is_no_hindrance(tmp_path: Pat
         assert launched(tmp_path) == []
 
 
+def test_a_record_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deploy/down` would not see half of one, and a process of the same name would remove it for good."""
+    write_bytes, found = Path.write_bytes, []
+
+    def halfway(path: Path, data: bytes) -> int:
+        write_bytes(path, data[: len(data) // 2])
+        found.append(list((tmp_path / FOLDER).glob("*.json")))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", halfway)
+    with launch_record(tmp_path, "router"):
+        assert launched(tmp_path) == [("router", entry(os.getpid()))]
+    assert found == [[]]
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with launch_record(tmp_path, "router"):
+        assert list((tmp_path / FOLDER).iterdir()) == []
+
+
 def test_what_a_killed_process_left_is_not_found_and_goes_with_the_next_start(tmp_path: Path) -> None:
     old = write(tmp_path, "decode-0", Entry(pid=os.getpid(), started=1))
     other = write(tmp_path, "decode-1", Entry(pid=os.getpid(), started=1))
