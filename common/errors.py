@@ -51,10 +51,20 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError):
-    """A configuration that cannot be served. `path` is the key ("router.port"), the text states the remedy."""
+    """A configuration that cannot be served. `path` is the key ("router.port"), the text states the remedy.
+
+    A text that is too long quotes a long value: it is cut in the middle, since the remedy is at its end.
+    """
+
+    MAX_CHARACTERS: ClassVar[int] = 2000
+    CUT_TO: ClassVar[tuple[int, int]] = (300, 700)  # characters at the beginning and at the end
 
     def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}" if path else problem)
+        text = f"{path}: {problem}" if path else problem
+        if len(text) > self.MAX_CHARACTERS:
+            begin, end = self.CUT_TO
+            text = f"{text[:begin]} ... (cut) ... {text[-end:]}"
+        super().__init__(text)
         self.path = path
 
 

@@ -683,6 +683,21 @@ def test_an_unknown_value_is_answered_with_the_allowed_ones(tmp_path: Path) -> N
 # -- shipped files -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("text", "begins", "ends"),
+    [
+        ("router: {control_address: VALUE}", "router.control_address: 'xxx", "that the others connect to"),
+        ("prefill: {graphs: VALUE}", "prefill.graphs: Invalid enum value 'xxx", "breakable, piecewise, none"),
+        ("router: {? VALUE : 1}", "router.xxx", "router.otlp_endpoint"),
+    ],
+)
+def test_long_values_are_not_quoted_whole(tmp_path: Path, text: str, begins: str, ends: str) -> None:
+    sentence = str(refusal(tmp_path, f"{MINIMAL}{text.replace('VALUE', 700_000 * 'x')}\n"))
+    assert sentence.startswith(begins)
+    assert sentence.endswith(ends)
+    assert len(sentence) <= ConfigError.MAX_CHARACTERS
+
+
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_files_load(path: Path) -> None:
     resolved = load_cluster(path, environ={})
