@@ -199,9 +199,10 @@ def template_variables(
     variables: dict[str, Any] = {}
     enabled, field = None, "reasoning_effort"
     if reasoning is not None:
-        enabled = reasoning.enabled
-        if reasoning.effort is not None:
-            effort, field = reasoning.effort, "reasoning.effort"
+        enabled = reasoning.enable if reasoning.enabled is None else reasoning.enabled
+        for name in ("reasoning_effort", "effort"):
+            if getattr(reasoning, name) is not None:
+                effort, field = getattr(reasoning, name), f"reasoning.{name}"
     if effort is not None:
         if isinstance(effort, str) and effort not in EFFORTS:
             raise InvalidRequest(
@@ -210,17 +211,15 @@ def template_variables(
         thinks = effort != "none"
         variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     if thinking is not None:
-        enabled = thinking.type == "enabled"
+        enabled = thinking.type != "disabled"
     if enabled is not None:
         variables |= {"enable_thinking": enabled, "thinking": enabled}
+    if thinking is not None and thinking.clear_thinking is not None:
+        _check_allowed("clear_thinking", "thinking.clear_thinking", allowed)
+        variables["clear_thinking"] = thinking.clear_thinking
     for name, value in (given or {}).items():
         where = f"chat_template_kwargs.{name[:100]}"
-        if name not in allowed:
-            raise InvalidRequest(
-                f"{where} is not a variable that this server lets clients set; it lists them in "
-                "model.chat_template_kwargs",
-                param=where,
-            )
+        _check_allowed(name, where, allowed)
         if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > MAX_VARIABLE_LENGTH):
             raise InvalidRequest(
                 f"{where} must be true, false, null, a number or a text of at most {MAX_VARIABLE_LENGTH} characters",
@@ -229,3 +228,13 @@ def template_variables(
         check_json(value, where, 0)
         variables[name] = value
     return variables
+
+
+def _check_allowed(name: str, where: str, allowed: frozenset[str]) -> None:
+    """Raise InvalidRequest for a variable, sent as the field `where`, that requests may not set."""
+    if name not in allowed:
+        raise InvalidRequest(
+            f"{where} is not a variable that this server lets clients set; it lists them in "
+            "model.chat_template_kwargs",
+            param=where,
+        )

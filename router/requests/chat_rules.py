@@ -110,6 +110,7 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     known = template_tools(functions)
     reasons = style.template is not None and style.template.reasons
     hidden = request.reasoning is not None and request.reasoning.exclude
+    hidden = hidden or (request.thinking is not None and request.thinking.display == "omitted")
     return ChatRules(
         template_variables(
             request.chat_template_kwargs,

@@ -125,10 +125,15 @@ def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
     """Describe a body that violates the schema, with the name of the field."""
     text, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
-    missing = re.search(r"required field `(\w+)`", text)
-    if missing:
-        field = f"{field}.{missing[1]}" if field else missing[1]
-        return InvalidRequest(f"{field} is missing", param=field)
+    named = re.search(r"(required|unknown) field `([^`]*)`", text)
+    if named:
+        field = f"{field}.{named[2]}" if field else named[2]
+        problem = (
+            "is missing"
+            if named[1] == "required"
+            else "is not supported by this version of tandem; leave it out"
+        )
+        return InvalidRequest(f"{field} {problem}", param=field)
     return InvalidRequest(
         f"{field}: {text}" if field else f"the body is not valid: {text}", param=field or None
     )

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from router.requests.chat_fields import ChatToolChoice, Tool
 from router.requests.openai_schema import MAX_MESSAGES, Message, Text
-from router.requests.reasoning_fields import Effort
+from router.requests.reasoning_fields import Effort, ReasoningSwitch, ThinkingSwitch
 
 MAX_TEXTS = 1024  # in one request
 
@@ -31,9 +31,25 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     tool_choice: str | ChatToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningSwitch | None = None
+    thinking: ThinkingSwitch | None = None
     # refused unless they have no effect, as in a chat
     chat_template: Any = None
     documents: Any = None
+    functions: Any = None
+    function_call: Any = None
+    # refused here: see TOKENIZE_NOT_YET
+    input_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+
+
+# field -> values that have no effect: a chat may have these fields
+TOKENIZE_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "input_ids": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
+}
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ from router.requests.openai_schema import (
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.tokenize_requests import (
     MAX_TEXTS,
+    TOKENIZE_NOT_YET,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
@@ -70,7 +71,8 @@ _CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__)
 _COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
-_TOKENIZE_FIELDS = frozenset(TokenizeRequest.__struct_fields__)
+# The fields of chats that do not change the prompt are taken without effect: a client may send all of a chat.
+_TOKENIZE_FIELDS = frozenset(TokenizeRequest.__struct_fields__) | _CHAT_FIELDS
 _DETOKENIZE_FIELDS = frozenset(DetokenizeRequest.__struct_fields__)
 _chat_input = msgspec.msgpack.Decoder(ChatInput)
 _constraint = msgspec.msgpack.Decoder(Constraint)
@@ -188,6 +190,7 @@ class TextWork:
 
     def _texts_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[Sequence[str], bool]:
         """Return the texts to encode and whether to add special tokens. Raises InvalidRequest."""
+        refuse_fields(body, TOKENIZE_NOT_YET)
         if body.messages is None:
             if body.prompt is None:
                 raise InvalidRequest("send a text as prompt, or a chat as messages", param="prompt")
@@ -199,7 +202,9 @@ class TextWork:
         refuse_unsupported_messages(body.messages)
         choice, functions = tool_choice(body.tool_choice, check_chat_fields(body.tools, body.messages))
         tools = [] if choice == "none" else template_tools(functions)
-        variables = template_variables(body.chat_template_kwargs, body.reasoning_effort, allowed)
+        variables = template_variables(
+            body.chat_template_kwargs, body.reasoning_effort, allowed, body.reasoning, body.thinking
+        )
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
         text = self._template.render(body.messages, end, tools, variables)

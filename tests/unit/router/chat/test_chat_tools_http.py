@@ -168,7 +168,11 @@ async def test_only_the_first_call_without_parallel_calls(rig: Rig, tokenizer: T
 
 async def test_fields_of_reasoning(rig: Rig, tokenizer: Tokenizer) -> None:
     answers(rig, tokenizer, THOUGHT + "It rains.")
-    hidden: list[dict[str, Any]] = [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]
+    hidden: list[dict[str, Any]] = [
+        {"include_reasoning": False},
+        {"reasoning": {"exclude": True}},
+        {"thinking": {"type": "enabled", "display": "omitted"}},
+    ]
     for fields in hidden:
         _, answer, _ = await rig.post(CHAT, ASK | fields)
         assert answer["choices"][0]["message"]["content"] == "It rains."

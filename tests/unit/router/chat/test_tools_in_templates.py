@@ -133,6 +133,21 @@ def test_effort_decides_about_thinking_unless_the_client_does() -> None:
     assert template_variables(None, None, allowed, *given) == off
     on = template_variables(None, None, allowed, one_object, ThinkingSwitch("enabled"))
     assert on["enable_thinking"] is on["thinking"] is True
+    assert template_variables(None, None, allowed, ReasoningSwitch(enable=False)) == off
+    named = ReasoningSwitch(reasoning_effort="none"), ThinkingSwitch("adaptive")
+    assert template_variables(None, "high", allowed, *named) == {
+        "reasoning_effort": "none",
+        "enable_thinking": True,
+        "thinking": True,
+    }
+    kept = ThinkingSwitch("disabled", clear_thinking=False)
+    assert template_variables(None, None, allowed | {"clear_thinking"}, None, kept) == {
+        **off,
+        "clear_thinking": False,
+    }
+    with pytest.raises(InvalidRequest, match=r"model\.chat_template_kwargs") as found:
+        template_variables(None, None, allowed, None, kept)
+    assert found.value.param == "thinking.clear_thinking"
     for effort in (0, 0.25):
         thinking = {"enable_thinking": True, "thinking": True}
         assert template_variables(None, effort, allowed) == {"reasoning_effort": effort, **thinking}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from router.chat.answer_style import AnswerStyle
+from router.chat.call_formats import CALL_FORMATS
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import MAX_BYTES, tokenizer_info
+from tests.unit.router.chat.wire_formats import template_of
 from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
@@ -83,6 +87,15 @@ async def test_another_model_is_not_found(rig: Rig) -> None:
         ("/tokenize", {"messages": USER, "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ("/tokenize", {"messages": USER, "reasoning_effort": "x"}, "reasoning_effort"),
         ("/tokenize", {"messages": USER, "tool_choice": "x"}, "tool_choice"),
+        ("/tokenize", {"messages": USER, "reasoning": {"effort": "x"}}, "reasoning.effort"),
+        ("/tokenize", {"messages": USER, "reasoning": {"tokens": 5}}, "reasoning.tokens"),
+        ("/tokenize", {"messages": USER, "thinking": {"type": "x"}}, "thinking.type"),
+        ("/tokenize", {"messages": USER, "thinking": {"type": "enabled", "keep": "all"}}, "thinking.keep"),
+        ("/tokenize", {"messages": USER, "functions": [{"name": "f"}]}, "functions"),
+        ("/tokenize", {"messages": USER, "input_ids": [5]}, "input_ids"),
+        ("/tokenize", {"messages": USER, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ("/tokenize", {"prompt": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ("/tokenize", {"prompt": "x", "truncation_side": "right"}, "truncation_side"),
         ("/tokenize", b'{"prompt":"\\ud800"}', None),
         ("/tokenize", b'{"prompt":"\xff"}', None),
         ("/tokenize", b"[" * 100_000, None),
@@ -140,6 +153,85 @@ async def test_tools_and_reasoning_change_the_prompt_as_in_a_chat(
     ):
         _, found, _ = await rig.post("/tokenize", {"messages": USER, "tools": [tool, other], **fields})
         assert tokenizer.decode(found["tokens"], True) == expected
+
+
+SHOW_ALL = """\
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}{{ message.reasoning_content }}</>{% endfor -%}
+{%- if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif -%}
+{%- for each in (reasoning_effort, enable_thinking, thinking, clear_thinking, date_string) %} {{ each }}{% endfor -%}
+{%- if add_generation_prompt %}<assistant>{% endif -%}
+"""
+MEMBERS: dict[str, list[Any]] = {
+    "tools": [[], [{"function": {"name": "f"}}, {"function": {"name": "g"}}], [{"type": "custom"}]],
+    "tool_choice": [
+        "auto",
+        "none",
+        "x",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "g"}}]}},
+    ],
+    "chat_template_kwargs": [
+        {},
+        {"enable_thinking": True},
+        {"thinking": False, "date_string": "today"},
+        {"clear_thinking": None},
+        {"other": 1},
+        {"thinking": [1]},
+    ],
+    "reasoning_effort": ["none", "low", "high", 0.5, 0, "x"],
+    "reasoning": [
+        {},
+        {"effort": "none"},
+        {"effort": "max", "enabled": False},
+        {"enabled": True},
+        {"enable": False, "reasoning_effort": "low", "summary": "auto"},
+        {"exclude": True, "effort": "x"},
+        {"other": 1},
+    ],
+    "thinking": [
+        {"type": "enabled"},
+        {"type": "disabled"},
+        {"type": "adaptive", "display": "summarized"},
+        {"type": "enabled", "clear_thinking": False},
+        {"type": "enabled", "other": 1},
+        {"type": "x"},
+    ],
+    "add_generation_prompt": [True, False],
+    "continue_final_message": [True, False],
+    "add_special_tokens": [True, False],
+    "documents": [[], [{"text": "x"}]],
+    "chat_template": [None, "{{ 1 }}"],
+    "temperature": [0.5],
+    "max_tokens": [7],
+    "stop": ["x"],
+}
+
+
+async def test_random_chats_have_the_prompt_that_tokenize_tells(serve: Serve, tmp_path: Path) -> None:
+    """A chat that is refused for a member of its prompt is refused here with the same words."""
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(SHOW_ALL)
+    allowed = frozenset({"enable_thinking", "thinking", "reasoning_effort", "clear_thinking", "date_string"})
+    style = AnswerStyle(template_of("qwen3"), template_variables=allowed, calls=CALL_FORMATS["qwen3"])
+    served = replace(SERVED, path=str(tmp_path / "model"), answers=style)
+    rig = await serve(served=served, strict_fields=True)
+    rig.generator.will(*one_by_one([5]))
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
+    rng, answered = random.Random(7), 0
+    for _ in range(400):
+        names = rng.sample(list(MEMBERS), k=rng.choice((0, 1, 1, 2, 2, 3, 5)))
+        body = {"messages": rng.choice((USER, said, [*said, *USER]))}
+        body |= {name: rng.choice(MEMBERS[name]) for name in names}
+        rig.generator.requests.clear()
+        status, chat, _ = await rig.post("/v1/chat/completions", body)
+        told, found, _ = await rig.post("/tokenize", body)
+        assert (told, status) in ((200, 200), (400, 400)), (body, chat, found)
+        if status == 200:
+            [asked] = rig.generator.requests
+            assert found["tokens"] == list(asked.token_ids), body
+            answered += 1
+        else:
+            assert found["error"]["message"] == chat["error"]["message"], body
+    assert 100 < answered < 350
 
 
 async def test_unknown_fields_are_told_from_known_ones(serve: Serve) -> None:
