@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
 
+from common.node.shared_device import SharedDevice
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.step_result import Launched, Trees, Worker
 
@@ -12,7 +12,7 @@ from decode_node.step_result import Launched, Trees, Worker
 class ExclusiveWorker:
     """Launches while nobody else does. The device then runs all launches in this order, on one stream."""
 
-    def __init__(self, worker: Worker, device: threading.Lock) -> None:
+    def __init__(self, worker: Worker, device: SharedDevice) -> None:
         self._worker = worker
         self._device = device
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
+from common.node.shared_device import SharedDevice
 from kv_transfer.send_order import SendOrder
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, Worker
@@ -12,7 +11,7 @@ from prefill_node.step_result import Launched, Worker
 class ExclusiveWorker:
     """Launches while nobody else does. The device then runs all launches in this order, on one stream."""
 
-    def __init__(self, worker: Worker, device: threading.Lock) -> None:
+    def __init__(self, worker: Worker, device: SharedDevice) -> None:
         self._worker = worker
         self._device = device
 

@@ -10,6 +10,7 @@ from typing import Final
 from common.errors import ConfigError
 from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.serving_model import ServingModel
+from common.node.shared_device import SharedDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,7 @@ class SharedParts:
     """The parts that a node is built with in addition to its configuration."""
 
     role: CurrentRole = FIXED_ROLE
-    # Held while a plan is launched, so that kernels of the two halves never mix; None for a pure node.
-    device: threading.Lock | None = None
+    device: SharedDevice | None = None  # held while a plan is launched; None for a pure node
     # Held while a profile is recorded: a process has one recorder at a time.
     recording: threading.Lock = field(default_factory=threading.Lock)
     model: ServingModel | None = None  # of the half that has loaded the weights; None: load them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from dataclasses import replace
 
 from common.config import Resolved
@@ -12,6 +11,7 @@ from common.messages.identity import Role
 from common.node.late_compilations import report_late_compilations
 from common.node.role_switch import RoleSwitch
 from common.node.serving_model import ServingModel
+from common.node.shared_device import SharedDevice
 from common.node.shared_parts import SharedParts
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -45,7 +45,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         cluster.router.local_prefill,
     )
     switch = RoleSwitch(role, settling, changed, local_tokens)
-    device, models = threading.Lock(), list[ServingModel]()
+    device, models = SharedDevice(), list[ServingModel]()
     # The half for prompts loads the weights: it runs the vision part, too.
     parts = SharedParts(switch.half("prefill"), device, loaded=models.append)
     prompts = prefill.build(resolved, name, reporter, log, parts)
@@ -59,10 +59,10 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     if local_tokens:
         switch.local_peer = tokens.node.life.incarnation
 
-    def announce(seconds: float) -> None:
-        # Only to routers: the sockets to peers belong to the thread of one half.
-        prompts.routers.announce(seconds)
-        tokens.routers.announce(seconds)
+    announces = {"prefill": prompts.node.announce, "decode": tokens.node.announce}
 
-    report_late_compilations(log, announce)  # either half has set this for itself
-    return Halves(prompts, tokens, models[0].placement.device, log)
+    def begins(role: Role) -> None:
+        device.use_from_here(announces[role])
+
+    report_late_compilations(log, device.announce)  # either half has set this for itself
+    return Halves(prompts, tokens, models[0].placement.device, log, begins)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from common.errors import NodeRefused
+from common.messages.identity import Role
 from common.observability.logs import Log
 from common.process import EXIT_DEFECT, BuiltNode
 
@@ -22,13 +23,20 @@ class Halves:
         decode: BuiltNode,
         device: torch.device,
         log: Log,
+        begins: Callable[[Role], None] = lambda role: None,
         end_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`end_process` ends the process with an exit code at once, whatever its threads do."""
+        """Run `prefill` and `decode`.
+
+        Args:
+            begins: called with the role of each half, by the thread that is about to run its main loop.
+            end_process: ends the process with an exit code at once, whatever its threads do.
+        """
         self._prefill = prefill
         self._decode = decode
         self._device = device
         self._log = log
+        self._begins = begins
         self._end_process = end_process
         self._running: list[BuiltNode] = [prefill, decode]
         self._refused: NodeRefused | None = None
@@ -69,8 +77,9 @@ class Halves:
             torch.cuda.set_device(self._device)  # the current device belongs to a thread
         self._run_half("prefill", self._prefill, self._decode)
 
-    def _run_half(self, role: str, half: BuiltNode, other: BuiltNode) -> None:
+    def _run_half(self, role: Role, half: BuiltNode, other: BuiltNode) -> None:
         try:
+            self._begins(role)
             half.run()
         except NodeRefused as error:
             self._log.error(

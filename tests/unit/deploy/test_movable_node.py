@@ -73,7 +73,7 @@ def test_the_failure_of_one_half_ends_the_process(which: int, caplog: pytest.Log
     def end(code: int) -> None:
         ended.append((code, caplog.text, pair[1 - which].drained.is_set()))
 
-    Halves(pair[0], pair[1], torch.device("cpu"), Log("flex-0"), end).run()
+    Halves(pair[0], pair[1], torch.device("cpu"), Log("flex-0"), end_process=end).run()
     ((code, logged, drained),) = ended
     assert code == 1
     assert "RuntimeError: a defect" in logged, "the log has the reason before the process ends"
