@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,8 @@ class AssistantFormat(ChatFormat):
         self._parsers = parsers
         self._shown = shown
         self._messages = [_Message() for _ in parsers]
-        self._reasons = [False] * len(parsers)  # the answer has reached its reasoning and nothing after it
+        # Tokens whose text is not decided yet, each as the characters of the answer that precede it.
+        self._uncounted = [deque[int]() for _ in parsers]
         self.reasoning_tokens = 0 if shown.separates_reasoning else None
 
     def text_of(self, piece: AnswerPiece) -> str:
@@ -125,10 +127,10 @@ class AssistantFormat(ChatFormat):
         if piece.finish_reason is not None:
             events += parser.finish()
         if self.reasoning_tokens is not None:
-            if events:
-                self._reasons[piece.index] = isinstance(events[-1], Reasoning)
-            if self._reasons[piece.index]:
-                self.reasoning_tokens += len(piece.tokens)
+            tokens = self._uncounted[piece.index]
+            tokens.extend(piece.offsets)
+            while tokens and (tokens[0] < parser.position or piece.finish_reason is not None):
+                self.reasoning_tokens += parser.reasons_at(tokens.popleft())
         if not self._shown.reasoning:
             events = [each for each in events if not isinstance(each, Reasoning)]
         if not self._shown.parallel:

@@ -75,7 +75,7 @@ class AnswerItems:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens that arrived while the answer was reasoning."""
+        """Number of tokens between the markers of reasoning."""
         return self._form.reasoning_tokens or 0
 
     def follow(self, piece: AnswerPiece) -> list[Change]:

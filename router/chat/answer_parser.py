@@ -6,6 +6,7 @@ text is passed on unchanged, also tool calls that cannot be read.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,9 @@ class AnswerParser:
         # Text whose meaning is open, after one character (if any precedes it) that is no longer open.
         self._buffer, self._at = "", 0
         self._base = 0  # position of the buffer in the answer: negative in what the prompt holds of it
+        # Where reasoning begins, after the marker, and ends, before it. The last one may be open.
+        self._begins = [-len(prefix)] if self._reasons else []
+        self._ends = list[int]()
         self.calls = 0  # calls opened so far
         self.cut_off = False  # the answer has ended inside the last of them
         if prefix:
@@ -111,7 +115,7 @@ class AnswerParser:
         """Return what `text` adds to the answer. Raises InternalError if the template's patterns take too long."""
         if self._at == len(self._buffer) and self._reader is None and not self._may_begin(text):
             if text:
-                start = self._position
+                start = self.position
                 self._base = start + len(text) - 1
                 self._buffer, self._at = text[-1], 1
                 self._text(text, start)
@@ -137,9 +141,20 @@ class AnswerParser:
         return self._region is not None and self._region.name in REASONING
 
     @property
-    def _position(self) -> int:
+    def position(self) -> int:
         """Number of characters of the answer whose meaning is decided."""
         return self._base + self._at
+
+    def reasons_at(self, place: int) -> bool:
+        """Return whether a character of the answer is between the markers of reasoning. Its meaning must be decided."""
+        last = bisect_right(self._begins, place) - 1
+        return last >= 0 and (last == len(self._ends) or place < self._ends[last])
+
+    @property
+    def _reasons(self) -> bool:
+        """True if text that follows here is reasoning."""
+        region = self._outside if self._region is None else self._region
+        return region is not None and region.name in REASONING
 
     # the receiver of calls, for the readers
 
@@ -190,7 +205,7 @@ class AnswerParser:
         match, opened, end = self._search(final)
         text = self._buffer[self._at : end]
         if self._reader is None:
-            self._text(text, self._position)
+            self._text(text, self.position)
         else:
             used = self._reader.take(text)
             if self._reader.over:
@@ -237,7 +252,11 @@ class AnswerParser:
             return
         self._content.marker()
         self._reasoning.marker()
+        if self._reasons:
+            self._ends.append(self.position - len(marker))
         self._region = opened
+        if self._reasons:
+            self._begins.append(self.position)
         self._watched = self._watch(opened)
         if opened is not None and opened.name == CALLS:
             self._reader = reader_of(opened, match, marker, self, self._tools, self._template.whole)
@@ -249,9 +268,11 @@ class AnswerParser:
         if not reader.over:
             reader.close(marker)
         self._region = None
+        if self._reasons:
+            self._begins.append(self.position)
         self._watched = self._watch(None)
         if reader.unparsed is not None:
-            self._content.add(reader.unparsed, self._position - len(reader.unparsed))
+            self._content.add(reader.unparsed, self.position - len(reader.unparsed))
 
     def _text(self, text: str, start: int) -> None:
         if not text:

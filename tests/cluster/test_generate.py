@@ -41,6 +41,7 @@ async def test_tokens_of_reasoning(cluster: RunningCluster) -> None:
         text = (await post(session, "/detokenize", tokens=tokens))["text"]
         assert text == f"<think>\n{thought}\n</think>"
         assert answer["text"].startswith(text)
+        assert chat["usage"]["reasoning_tokens"] == found - 2
         begun = await post(session, "/generate", input_ids=prompt + tokens[:3], sampling_params=GREEDY)
         assert begun["meta_info"]["reasoning_tokens"] == found - 3
 

@@ -12,6 +12,7 @@ from common.config import load_cluster
 from common.observability.logs import Log
 from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import Thought
+from router.chat.response_template import compile_template
 from router.from_config import answer_style
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parse, parser_of, template_of
@@ -183,6 +184,30 @@ def test_where_the_message_is_after_what_the_prompt_holds_of_it(prefix: str, exp
     assert AnswerStyle(template=template_of("qwen3")).thought(prefix) is expected
     for without in (AnswerStyle(), AnswerStyle(template=template_of("llama3"))):
         assert without.thought(prefix) is Thought.NONE
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize(
+    ("template", "prefix", "text", "expected"),
+    [
+        ("qwen3", "<think>\n", "I think.</think>\nSo", "I think."),
+        ("qwen3", "<think>\nHm</think>", "So <think>it</think> is", "it"),
+        ("qwen3", "It", " is<think>", ""),
+        ("mistral_v11", "", "[THINK]a[/THINK]b[THINK]c[/THINK]", "ac"),
+        ("steps", "", "3 * 4 = 12\n#### 12", "3 * 4 = 12\n"),
+        ("steps", "3 *", " 4 = 12\n#### 12", " 4 = 12\n"),
+    ],
+)
+def test_where_the_answer_reasons(template: str, prefix: str, text: str, expected: str, size: int) -> None:
+    found = compile_template(STEPS, "steps", trusted=True) if template == "steps" else template_of(template)
+    parser = parser_of(found, prefix)
+    decided = dict[int, bool]()
+    for start in range(0, len(text), size):
+        parser.feed(text[start : start + size])
+        decided |= {place: parser.reasons_at(place) for place in range(len(decided), parser.position)}
+    parser.finish()
+    assert all(parser.reasons_at(place) is known for place, known in decided.items())
+    assert "".join(each for place, each in enumerate(text) if parser.reasons_at(place)) == expected
 
 
 def test_ids_of_calls() -> None:

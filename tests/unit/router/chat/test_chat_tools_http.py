@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from router.chat.call_formats import CALL_FORMATS
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, OBJECT_CALLS, THOUGHT, TOOLS, WEATHER, template_of
 from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
-from tests.unit.router.scripted_generator import one_by_one
+from tests.unit.router.scripted_generator import delta, one_by_one
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -195,6 +196,41 @@ async def test_tokens_of_reasoning_are_counted(rig: Rig, tokenizer: Tokenizer) -
     assert chunks[-1]["usage"] == answer["usage"]
     _, answer, _ = await rig.post(CHAT, ASK | {"separate_reasoning": False})
     assert "completion_tokens_details" not in answer["usage"]
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("<think>\nThey want it.\n</think>\n\nIt rains.", "</think>"),
+        ("\n<think>They</think>", "</think>"),
+        ("<think></think>It rains.", "</think>"),
+        ("<think>They want <b>it</b> now", None),
+        ("It rains.", ""),
+        (f"{THOUGHT}It rains. {OBJECT_CALLS}", "</think>"),
+    ],
+)
+async def test_tokens_of_reasoning_do_not_depend_on_pieces(
+    rig: Rig, tokenizer: Tokenizer, text: str, end: str | None
+) -> None:
+    """Speculation and slow readers change which tokens arrive together."""
+    ids = tokenizer.encode(text, False)
+    offsets = [len(tokenizer.decode(ids[:count], False)) for count in range(len(ids))]
+    first = text.find("<think>") + len("<think>")
+    last = len(text) if end is None else text.index(end)
+    expected = sum(first <= each < last for each in offsets) if end != "" else 0
+    body = ASK | {"tools": TOOLS}
+    rng = random.Random(text)
+    for size in (1, 2, 3, 5, len(ids), 0, 0):
+        deltas, at = [], 0
+        while at < len(ids):
+            count = size or rng.randint(1, 6)
+            deltas.append(delta(ids[at : at + count], "length" if at + count >= len(ids) else None, 0))
+            at += count
+        rig.generator.scripts = [deltas]
+        _, answer, _ = await rig.post(CHAT, body)
+        assert answer["usage"]["reasoning_tokens"] == expected, size
+        chunks = await chunks_of(rig, body | {"stream_options": {"include_usage": True}})
+        assert chunks[-1]["usage"]["reasoning_tokens"] == expected, size
 
 
 async def test_reasoning_in_one_piece(rig: Rig, tokenizer: Tokenizer) -> None:
