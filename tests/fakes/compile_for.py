@@ -155,8 +155,9 @@ def become(capability: int) -> None:
 def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: SharedMemory) -> int | None:
     """Return the shared memory that the choice of tiles assumes, if it assumes any."""
     if kernel == "_linear_kernel":
-        tiles = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
-        return Tiles(*tiles).shared_bytes(matrices=2 if options["GATED"] else 1)
+        names = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS")
+        tiles = Tiles(*(options[name] for name in names))._replace(rest=options["REST"])
+        return tiles.shared_bytes(matrices=2 if options["GATED"] else 1)
     if kernel in ("_fp8_product_kernel", "_fp8_gated_kernel"):
         if options.get("DECODED"):
             return None
@@ -302,7 +303,7 @@ def products(dtype: torch.dtype) -> None:
     """Launch products of few rows, as many as each tile holds, and of one row."""
     linear._linear_cuda(torch.zeros(1, 2048, dtype=dtype), torch.empty(5120, 2048, dtype=dtype), None)
     gain = torch.zeros(HIDDEN, dtype=dtype)
-    for rows, sizes in ((4, (VOCAB, 6144)), (128, (6144,))):
+    for rows, sizes in ((4, (VOCAB, 6144)), (72, (6144,)), (128, (6144,))):
         x = torch.zeros(rows, HIDDEN, dtype=dtype)
         for size in sizes:
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched, so no memory is committed

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from common.engine.ops.tiles import MAX_ROWS, whole_tile
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
 FP8 = torch.float8_e4m3fn
@@ -18,6 +19,16 @@ MAX_CODE = 448.0  # the largest code
 STEP = 0.0022321429569274187  # 1 / MAX_CODE in float32
 MIN_MAGNITUDE = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
 GROUP = 128  # values that share a scale of x, and rows and columns that share one of the weight
+
+
+def empty_codes(like: Tensor, size: int) -> Tensor:
+    """Return uninitialised codes for rows of `size` values, as many rows as `like` has.
+
+    The storage has more rows, so that products find a whole tile of them (`full_tile`).
+    """
+    lead, rows = like.shape[:-1], like.shape[:-1].numel()
+    room = whole_tile(rows) if rows <= MAX_ROWS else rows
+    return like.new_empty((room, size), dtype=FP8)[:rows].view(*lead, size)
 
 
 def empty_scales(like: Tensor, size: int, blocks: bool) -> Tensor:

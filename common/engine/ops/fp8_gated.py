@@ -29,6 +29,7 @@ from common.engine.ops.triton_kernel import (
     chained,
     copies_in_bulk,
     described,
+    full_tile,
     kernel_with_varying,
     launch_next,
     multiprocessors,
@@ -140,7 +141,7 @@ def fp8_gated_triton(
         return out
     bulk = tiles.bulk and copies_in_bulk(rows, weight)
     _fp8_gated_kernel[(cdiv(size, tiles.columns), cdiv(len(rows), tiles.rows))](
-        described(rows, tiles.rows, tiles.depth) if bulk else rows,
+        described(full_tile(rows, tiles.rows), tiles.rows, tiles.depth) if bulk else rows,
         lines.contiguous(),
         described(weight, tiles.columns, tiles.depth) if bulk else weight,
         scales,

@@ -24,6 +24,7 @@ from common.engine.ops.triton_kernel import (
     chained,
     copies_in_bulk,
     described,
+    full_tile,
     kernel,
     kernel_with_varying,
     launch_next,
@@ -258,7 +259,7 @@ def _launch(
     if decoded:
         rows, weight = rows.view(torch.uint8), weight.view(torch.uint8)
     _fp8_product_kernel[(cdiv(size, tiles.columns), tiles.parts, cdiv(len(rows), tiles.rows))](
-        described(rows, tiles.rows, tiles.depth) if bulk else rows,
+        described(full_tile(rows, tiles.rows), tiles.rows, tiles.depth) if bulk else rows,
         lines,
         described(weight, tiles.columns, tiles.depth) if bulk else weight,
         scales,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, empty_scales, has_fp8, store_codes
+from common.engine.ops.fp8_codes import FP8, GROUP, empty_codes, empty_scales, has_fp8, store_codes
 from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -124,7 +124,7 @@ def _norm(
     assert weight.dtype in (dense.dtype, torch.float32), (
         f"a weight of {weight.dtype} for rows of {dense.dtype}"
     )
-    codes, scales = torch.empty_like(dense, dtype=FP8), empty_scales(dense, size, blocks)
+    codes, scales = empty_codes(dense, size), empty_scales(dense, size, blocks)
     if count:
         block, lines = max(next_power_of_2(size), GROUP), scales.flatten(0, -2)
         _fp8_rms_norm_kernel[(count,)](

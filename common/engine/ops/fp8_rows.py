@@ -12,6 +12,7 @@ from common.engine.ops.fp8_codes import (
     MAX_CODE,
     MIN_MAGNITUDE,
     STEP,
+    empty_codes,
     empty_scales,
     encode,
     has_fp8,
@@ -92,7 +93,7 @@ def launch_quantizer(x: Tensor, blocks: bool, activation: str | None) -> tuple[T
     assert not activation or x.shape[-1] == 2 * size, "gate and up have one width"
     rows = x.flatten(0, -2)
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
-    codes = x.new_empty((*x.shape[:-1], size), dtype=FP8)
+    codes = empty_codes(x, size)
     scales = empty_scales(x, size, blocks)
     if codes.numel():
         block = max(next_power_of_2(size), GROUP)
@@ -159,7 +160,7 @@ def quantize_with_triton(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.flatten(0, -2), x.shape[-1]
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     assert scale.dtype == torch.float32 and scale.numel() == 1, "one float32 scale"  # noqa: PT018
-    codes, scales = x.new_empty(x.shape, dtype=FP8), empty_scales(x, size, blocks=False)
+    codes, scales = empty_codes(x, size), empty_scales(x, size, blocks=False)
     if codes.numel():
         block = min(next_power_of_2(size), SPAN)
         _quantize_with_kernel[(len(rows), cdiv(size, block))](

@@ -65,9 +65,30 @@ def load_tile(  # type: ignore[no-untyped-def]
     return tile
 
 
+@kernel
+def _store_rows(  # type: ignore[no-untyped-def]
+    out, up, bias_ptr, out_ptr, top, rows, column, size, begin,
+    BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Complete the sums [columns, ROWS] of the rows from `top` on and store them."""
+    dtype = out_ptr.dtype.element_ty
+    row, real = top + tl.arange(0, ROWS), column < size
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
+        out += tl.where(begin == 0, bias, 0.0)[:, None]  # only the first part adds it
+    if GATED:
+        # Rounded where two separate kernels would round.
+        gate = out.to(dtype).to(tl.float32)
+        out = activate(gate, GELU) * up.to(dtype).to(tl.float32)
+    line = tl.program_id(1) * rows + row
+    place = out_ptr + line.to(tl.int64)[None, :] * size + column[:, None]
+    tl.store(place, out.to(dtype), mask=(row < rows)[None, :] & real[:, None])
+
+
 @kernel_with_varying("rows")
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, DEPTH]
+    rest,  # x for tiles of REST rows; read if REST
     weight,  # [size, DEPTH], or if GATED [2 * size, DEPTH]: gates, then up projections
     bias_ptr,  # [size]; read if BIAS
     out_ptr,  # [rows, size], or float32 [parts, rows, size], whose parts have to be added up
@@ -79,7 +100,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,  # the last part extends past the depth
     BULK: tl.constexpr,  # x and weight are descriptors
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,  # at least `rows`
+    ROWS: tl.constexpr,  # of the first tile; at least `rows` without REST
+    REST: tl.constexpr,  # rows of a second tile, which ends with the last row; 0: there is none
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
@@ -94,6 +116,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     begin = tl.program_id(1) * PART
     out = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    if REST:
+        more = tl.zeros((BLOCK_N, REST), tl.float32)
+        more_up = tl.zeros((BLOCK_N, REST), tl.float32)
     weight_rows = size
     if GATED:
         weight_rows = 2 * size
@@ -101,30 +126,28 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
         few = tl.trans(load_tile(x, 0, start, rows, x_stride, DEPTH, CUT, BULK, ROWS, BLOCK_K))
         tile = load_tile(weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, BLOCK_N, BLOCK_K)
         out = tl.dot(tile, few, out, input_precision="ieee")
+        if REST:
+            last = load_tile(rest, rows - REST, start, rows, x_stride, DEPTH, CUT, BULK, REST, BLOCK_K)
+            more = tl.dot(tile, tl.trans(last), more, input_precision="ieee")
         if GATED:
             tile = load_tile(
                 weight, size + first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, BLOCK_N, BLOCK_K
             )
             up = tl.dot(tile, few, up, input_precision="ieee")
-    dtype = out_ptr.dtype.element_ty
-    row, column = tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N)
-    real = column < size
-    if BIAS:
-        bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
-        out += tl.where(begin == 0, bias, 0.0)[:, None]  # only the first part adds it
-    if GATED:
-        # Rounded where two separate kernels would round.
-        gate = out.to(dtype).to(tl.float32)
-        out = activate(gate, GELU) * up.to(dtype).to(tl.float32)
-    line = tl.program_id(1) * rows + row
-    place = out_ptr + line.to(tl.int64)[None, :] * size + column[:, None]
-    tl.store(place, out.to(dtype), mask=(row < rows)[None, :] & real[:, None])
+            if REST:
+                more_up = tl.dot(tile, tl.trans(last), more_up, input_precision="ieee")
+    column = first + tl.arange(0, BLOCK_N)
+    _store_rows(out, up, bias_ptr, out_ptr, 0, rows, column, size, begin, BIAS, GATED, GELU, ROWS)
+    if REST:
+        # Rows of both tiles have the same sums.
+        top = rows - REST
+        _store_rows(more, more_up, bias_ptr, out_ptr, top, rows, column, size, begin, BIAS, GATED, GELU, REST)
 
 
 def linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, activation: str | None = None
 ) -> Tensor:
-    """Compute at most `tiles.rows` rows in one part; for several parts see `linear_parts`.
+    """Compute at most `tiles.most_rows` rows in one part; for several parts see `linear_parts`.
 
     Args:
         activation: of the gates of a gated product, see `gated_linear`; None for a plain product.
@@ -153,7 +176,8 @@ def _launch(
 ) -> None:
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
-    assert rows.shape[0] <= tiles.rows, f"{rows.shape[0]} rows, a tile has {tiles.rows}"
+    assert rows.shape[0] <= tiles.most_rows, f"{rows.shape[0]} rows, tiles have {tiles.most_rows}"
+    assert tiles.rest <= rows.shape[0], f"{rows.shape[0]} rows, the second tile has {tiles.rest}"
     assert rows.dtype == weight.dtype, f"{rows.dtype} times {weight.dtype}"
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     assert weight.is_contiguous(), "the weight must be contiguous"
@@ -168,6 +192,7 @@ def _launch(
     bulk = tiles.rows > FEW and copies_in_bulk(rows, weight)
     _linear_kernel[(cdiv(size, tiles.columns), tiles.parts)](
         described(rows, tiles.rows, tiles.depth) if bulk else rows,
+        described(rows, tiles.rest, tiles.depth) if bulk and tiles.rest else rows,
         described(weight, tiles.columns, tiles.depth) if bulk else weight,
         weight if bias is None else bias,
         out,
@@ -180,6 +205,7 @@ def _launch(
         BULK=bulk,
         BIAS=bias is not None,
         ROWS=tiles.rows,
+        REST=tiles.rest,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.depth,
         GATED=activation is not None,

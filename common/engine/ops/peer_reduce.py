@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, empty_scales, has_fp8, store_codes
+from common.engine.ops.fp8_codes import GROUP, empty_codes, empty_scales, has_fp8, store_codes
 from common.engine.ops.peer_memories import (
     DATA_BYTES,
     DATA_OFFSET,
@@ -282,7 +282,7 @@ def peer_sum_fp8_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool, memory: RankMemories
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `fp8_add_rms_norm` of the sum of x [..., H] over the ranks: (codes, scales, total)."""
-    codes = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
+    codes = empty_codes(x, x.shape[-1])
     scales, norm = empty_scales(x, x.shape[-1], blocks), SumNorm.of(x, residual, weight, eps)
     _sum(x.flatten(0, -2), codes, memory, norm._replace(scales=scales, blocks=blocks))
     return codes, scales, norm.total

@@ -29,19 +29,30 @@ class Tiles(NamedTuple):
     depth: int  # depth of a step
     warps: int
     stages: int  # steps in flight
-    rows: int = FEW  # maximum rows of x
+    rows: int = FEW  # of x, in the first tile
     parts: int = 1  # parts of the depth, one program each
+    rest: int = 0  # rows of a second tile, which ends with the last row; 0: there is none
+
+    @property
+    def most_rows(self) -> int:
+        """The maximum number of rows of x."""
+        return self.rows + self.rest
 
     def shared_bytes(self, matrices: int = 1) -> int:
         """Return the maximum bytes of a program; `matrices` is the number of weight tiles that it multiplies."""
         return self.step_bytes(matrices) * self.stages + BARRIER_BYTES
 
     def step_bytes(self, matrices: int) -> int:
-        return (self.rows + matrices * self.columns) * self.depth * 2
+        return (self.most_rows + matrices * self.columns) * self.depth * 2
 
     def at_once(self, processors: int, matrices: int = 1, shared: int = H200.shared_bytes) -> int:
         """Return the number of programs that run at the same time; `shared` is in bytes per multiprocessor."""
         return processors * max(shared // self.shared_bytes(matrices), 1)
+
+    def of_rows(self, rows: int) -> Tiles:
+        """Return these tiles for x of so many rows."""
+        first, rest = split_rows(rows)
+        return self._replace(rows=first, rest=rest)
 
     def with_stages(self, most: int, shared: int, matrices: int = 1) -> Tiles | None:
         """Return the tiles with as many stages as fit, with shorter steps if those are too few; None if they still
@@ -73,10 +84,11 @@ def choose_gated_tiles(
     if rows > MAX_ROWS:
         return None
     if rows > MAX_ROWS // 2:
-        tiles = Tiles(2 * COLUMNS, STEP // 2, 8, 4, MAX_ROWS)
+        tiles = Tiles(2 * COLUMNS, STEP // 2, 8, 4)
     else:
-        tiles = Tiles(COLUMNS, STEP, 4, 4, _room(rows))
-    programs, fitting = cdiv(size // 2, tiles.columns), tiles.with_stages(tiles.stages, shared, matrices=2)
+        tiles = Tiles(COLUMNS, STEP, 4, 4)
+    programs = cdiv(size // 2, tiles.columns)
+    fitting = tiles.of_rows(rows).with_stages(tiles.stages, shared, matrices=2)
     return _if_busy(fitting, programs, processors, shared, matrices=2)
 
 
@@ -98,13 +110,24 @@ def divide_depth(
     return None if tiles is None else tiles._replace(parts=parts)
 
 
-def _room(rows: int) -> int:
+def whole_tile(rows: int) -> int:
+    """Return the rows of a tile that holds so many."""
     return max(FEW, next_power_of_2(rows))
+
+
+def split_rows(rows: int) -> tuple[int, int]:
+    """Return the rows of a tile, and those of a second one that ends with the last row; 0 if one holds all.
+
+    A bulk copy takes time for what lies past the last row: in a tile of 128 rows, 72 took longer than 128
+    (tests/bench/NOTES.md, "Steps of 65 to 127 requests").
+    """
+    half = MAX_ROWS // 2
+    return (half, whole_tile(rows - half)) if half < rows < MAX_ROWS else (whole_tile(rows), 0)
 
 
 def _fitting(rows: int, programs: int, processors: int, shared: int) -> Tiles | None:
     """Return tiles with as many steps in flight as fit; with two programs per multiprocessor if there are enough."""
-    tiles = Tiles(COLUMNS, STEP, 4, ALONE, _room(rows))
+    tiles = Tiles(COLUMNS, STEP, 4, ALONE).of_rows(rows)
     if programs <= processors:
         return tiles.with_stages(ALONE, shared)
     return tiles.with_stages(SHARING, shared // 2)

@@ -31,6 +31,7 @@ __all__ = [
     "compiling_only",
     "copies_in_bulk",
     "described",
+    "full_tile",
     "has_triton",
     "kernel",
     "kernel_with_varying",
@@ -168,6 +169,20 @@ def copies_in_bulk(*matrices: torch.Tensor) -> bool:
 def described(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     """Return a descriptor from which a kernel loads tiles [rows, columns] of a matrix; zero past its end."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
+
+
+def full_tile(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a matrix [n, K] with the rows that follow it in its storage, up to `rows`, if n is smaller.
+
+    A bulk copy takes time for rows past the end (tests/bench/NOTES.md, "Steps of 65 to 127 requests"). Those that
+    follow have any values, and are for kernels in which a row does not depend on others.
+    """
+    stride, width = matrix.stride(0), matrix.shape[1]
+    if len(matrix) >= rows or stride < width:
+        return matrix
+    values = matrix.untyped_storage().nbytes() // matrix.itemsize - matrix.storage_offset()
+    held = min(rows, (values - width) // stride + 1)
+    return matrix.as_strided((held, width), matrix.stride()) if held > len(matrix) else matrix
 
 
 def report_compilations(

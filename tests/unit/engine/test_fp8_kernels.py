@@ -25,7 +25,7 @@ from common.engine.ops.fp8_rows import (
 from common.engine.ops.fp8_silu_mul import fp8_gate_reference, fp8_gate_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.silu_mul import GATED_REFERENCES
-from common.engine.ops.triton_kernel import cdiv, kernel, tl
+from common.engine.ops.triton_kernel import cdiv, full_tile, kernel, tl
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -171,6 +171,22 @@ def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
     activation = "gelu_tanh" if rows == 5 else "silu"
     found = fp8_product_triton(*given, None, tiles, torch.float32, activation)
     torch.testing.assert_close(found.double(), GATED_REFERENCES[activation](expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_reads")
+def test_rows_past_the_last_one_have_no_effect() -> None:
+    """Codes are followed by others up to a whole tile, which bulk copies read, too."""
+    codes, row_scales = quantize_rows_triton(torch.randn(20, 256))
+    tile = full_tile(codes, 32)
+    assert tile.shape == (32, 256)
+    assert full_tile(codes[:, :128], 64).shape == (32, 128)
+    assert full_tile(codes.clone(), 32).shape == full_tile(codes, 16).shape == codes.shape
+    tile[20:].view(torch.uint8).fill_(0x7F)  # NaN
+    weight, scales = quantised(64, 256, False)
+    tiles = Fp8Tiles(64, 128, 4, 3, 32, bulk=True)
+    found = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, torch.float32)
+    expected = product(codes, row_scales, weight, scales)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("_reads")

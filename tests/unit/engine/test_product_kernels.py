@@ -48,6 +48,24 @@ def test_linear(dtype: torch.dtype, bias: bool, rows: int, size: int, depth: int
     assert torch.equal(linear(x, weight, offset), torch.nn.functional.linear(x, weight, offset))
 
 
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize("rows", [16, 20, 32])
+def test_a_second_tile_ends_with_the_last_row(rows: int) -> None:
+    """Most of its rows may be in the first tile, too. Memory past the last row is not read."""
+    poison = torch.full((rows + 16, 104), torch.nan)
+    x, weight = poison[:rows].normal_(), torch.randn(40, 104) / 10
+    tiles = Tiles(16, 32, 4, 2, rest=16)
+    expected = torch.nn.functional.linear(x, weight, weight[:, 0])
+    found = linear_triton(x, weight, weight[:, 0].contiguous(), tiles)
+    torch.testing.assert_close(found, expected, atol=5e-6, rtol=5e-6)
+    gated = linear_triton(x, weight, None, tiles, "silu")
+    torch.testing.assert_close(gated, gated_linear(x, weight, None), atol=5e-6, rtol=5e-6)
+    parts = linear_parts(x, weight, None, tiles._replace(parts=3))
+    torch.testing.assert_close(parts.sum(0), x @ weight.T, atol=5e-6, rtol=5e-6)
+    with pytest.raises(AssertionError, match="15 rows, the second tile has 16"):
+        linear_triton(x[:15], weight, None, tiles)
+
+
 def test_a_row_does_not_depend_on_its_company() -> None:
     x, weight = torch.randn(7, 96, dtype=torch.float16), torch.randn(48, 96, dtype=torch.float16)
     together = linear_triton(x, weight, None, TILES)
@@ -158,16 +176,22 @@ def test_what_is_wide_or_shallow_or_of_many_rows_is_not_divided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "room"), [(1, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 128), (128, 128)]
+    ("rows", "first", "rest"),
+    [
+        *((1, 16, 0), (16, 16, 0), (17, 32, 0), (33, 64, 0), (64, 64, 0), (65, 64, 16), (80, 64, 16)),
+        *((81, 64, 32), (96, 64, 32), (97, 64, 64), (127, 64, 64), (128, 128, 0)),
+    ],
 )
-def test_tiles_hold_their_rows_and_fill_a_processor(rows: int, room: int) -> None:
+def test_tiles_hold_their_rows_and_fill_a_processor(rows: int, first: int, rest: int) -> None:
+    """Beyond 64 rows a second tile ends with the last row, so that little is copied from past it."""
+
     def on_the_way(tiles: Tiles, matrices: int) -> int:
-        return 2 * (tiles.rows + matrices * tiles.columns) * tiles.depth * tiles.stages
+        return 2 * (first + rest + matrices * tiles.columns) * tiles.depth * tiles.stages
 
     tiles, gated = choose_tiles(rows, 6144, H200), choose_gated_tiles(rows, 28672, H200)
     assert tiles is not None
     assert gated is not None
-    assert tiles.rows == gated.rows == room
+    assert tiles[4::2] == gated[4::2] == (first, rest)
     assert 120_000 <= on_the_way(tiles, 1) <= 227 << 10
     assert 120_000 <= on_the_way(gated, 2) <= 227 << 10
 
