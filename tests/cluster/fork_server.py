@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -43,6 +44,7 @@ PRELOADED = (
 )
 TEXT_FORKS = ("-m", "tests.fakes.text_forks")  # spawn process of routers: it forks their text workers
 MAX_BYTES = 65_536  # limit for one order
+MAX_DESCRIPTORS = 32
 
 
 class Started(Protocol):
@@ -113,6 +115,7 @@ class Order:
     directory: str
     environment: dict[str, str]
     network: str | None  # path of its network namespace; None for the server's
+    descriptors: list[int]  # of the test process, which the fork has under the same numbers
 
     def run(self) -> NoReturn:
         """Run the module as the main program of this process."""
@@ -158,18 +161,20 @@ def start(
     environment: dict[str, str],
     log: BinaryIO,
     network: str | None = None,
+    descriptors: Sequence[int] = (),
 ) -> Fork:
     """Run `python -m MODULE ...` in a fork of the server, which the first call of a process starts.
 
-    `network`: path of a network namespace to run in.
+    `network`: path of a network namespace to run in. `descriptors`: as `pass_fds` of subprocess.Popen.
     """
     global _server
     if _server is None:
         _server = _launch(directory, environment)
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    order = Order(list(module), str(directory), environment, network)
+    order = Order(list(module), str(directory), environment, network, list(descriptors))
     with far:
-        socket.send_fds(_server, [json.dumps(asdict(order)).encode()], [far.fileno(), log.fileno()])
+        content = json.dumps(asdict(order)).encode()
+        socket.send_fds(_server, [content], [far.fileno(), log.fileno(), *descriptors])
     return Fork(near, module)
 
 
@@ -214,18 +219,22 @@ class _Server:
                     self._ended.recv(4096)
                     self._reap()
                     continue
-                content, descriptors, _, _ = socket.recv_fds(self._orders, MAX_BYTES, 2)
+                content, descriptors, _, _ = socket.recv_fds(self._orders, MAX_BYTES, MAX_DESCRIPTORS)
                 if not content:
                     return None
-                report, log = socket.socket(fileno=descriptors[0]), descriptors[1]
+                report, log, *passed = descriptors
+                reporting = socket.socket(fileno=report)
                 pid = os.fork()
                 if pid == 0:
+                    order = Order(**json.loads(content))
                     selector.close()
-                    self._become(report, log)
-                    return Order(**json.loads(content))
-                os.close(log)
-                report.send(str(pid).encode())
-                self._forks[pid] = report
+                    self._become(reporting, log)
+                    _renumber(passed, order.descriptors)
+                    return order
+                for each in (log, *passed):
+                    os.close(each)
+                reporting.send(str(pid).encode())
+                self._forks[pid] = reporting
 
     def _reap(self) -> None:
         for pid in list(self._forks):
@@ -246,6 +255,18 @@ class _Server:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+
+
+def _renumber(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give inheritable descriptors these numbers."""
+    # A number that one of them shall have may be that of another one.
+    free = max((*descriptors, *numbers), default=0) + 1
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD, free) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(moved, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
 
 
 def main() -> None:

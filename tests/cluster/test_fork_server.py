@@ -61,6 +61,22 @@ def test_a_fork_does_not_ignore_a_hangup(tmp_path: Path) -> None:
         fork.kill()
 
 
+def test_a_fork_has_the_descriptors_that_it_is_given_under_their_numbers(tmp_path: Path) -> None:
+    """Among them are numbers that the server's own descriptors have."""
+    content, written = os.memfd_create("content"), os.memfd_create("written")
+    os.write(content, b"[1]")
+    given = [written, content, *(os.dup(content) for _ in range(12))]
+    paths = [f"/proc/self/fd/{each}" for each in (given[-1], written)]
+    with (tmp_path / "log").open("ab") as log:
+        fork = fork_server.start(("json.tool", "--compact", *paths), ROOT, ENV, log, descriptors=given)
+    for each in given[1:]:
+        os.close(each)
+    assert fork.wait(PATIENCE) == 0
+    os.lseek(written, 0, os.SEEK_SET)
+    assert os.read(written, 100) == b"[1]\n"
+    os.close(written)
+
+
 def test_threads_may_wait_for_one_fork(tmp_path: Path) -> None:
     fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
     with ThreadPoolExecutor() as threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from common.engine.formats.fp8 import Fp8Linear
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench import rounds, shapes
-from tests.fakes.waiting import PATIENCE
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 SMALL = Shape(
@@ -41,15 +39,16 @@ def test_accept_length_of_the_engine_is_the_chosen_one(acceptance: float) -> Non
         assert row.accept_length == pytest.approx(theory, abs=0.3 if acceptance < 1 else 1e-9)
 
 
-def test_two_ranks_draft_like_one(tmp_path: Path) -> None:
+def test_two_ranks_draft_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank runs the program; rank 0 reports the text and the accept length of one rank."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL.config()))
-    command = [sys.executable, "-m", "tests.bench.rounds", "--device", "cpu", "--shape", str(tmp_path)]
+    shape = ["--device", "cpu", "--shape", str(tmp_path)]
     size = ["--batch", "2", "--length", "20", "--rounds", "6", "--seed", "1", "--graphs", "none"]
     found = []
     for ranks in ("1", "2"):
         file = tmp_path / f"{ranks}.json"
-        subprocess.run([*command, *size, "--ranks", ranks, "--json", str(file)], check=True, timeout=PATIENCE)
+        monkeypatch.setattr(sys, "argv", ["rounds", *shape, *size, "--ranks", ranks, "--json", str(file)])
+        rounds.main()
         (row,) = json.loads(file.read_text())["rows"]
         found.append((row["accept_length"], row["same_text"]))
     assert found[0] == found[1]

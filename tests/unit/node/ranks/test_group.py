@@ -31,6 +31,7 @@ from common.node.ranks.watchdog import RankWatch
 from common.observability.loop_watchdog import EXIT_HUNG
 from common.observability.start_progress import StartProgress
 from common.process_entry import start_time
+from tests.fakes import served_forks
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
 
@@ -67,6 +68,12 @@ class Started:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks without importing torch again, for tests of what rank 0 does, not of how processes start or end."""
+    monkeypatch.setattr("common.node.ranks.processes.subprocess", served_forks)
+
+
+@pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
     made = Started(tmp_path)
     yield made
@@ -74,8 +81,15 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 def test_ranks_start_serve_and_end_together(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a rank starts inherit nothing."""
     monkeypatch.setattr("common.node.ranks.group.END_SECONDS", PATIENCE)
     started.serve()
+    for process in started.group.processes:
+        directory = Path(f"/proc/{process.pid}/fdinfo")
+        passed = [each for each in directory.iterdir() if int(each.name) > 2]
+        flags = [re.search(r"^flags:\s+(\d+)", each.read_text(), re.MULTILINE) for each in passed]
+        assert passed
+        assert all(each is not None and int(each[1], 8) & os.O_CLOEXEC for each in flags)
     assert started.reports[-1] == ("loading", 11, 30)
     given = (started.directory / "given-2").read_text()
     assert given == "of rank 0, of rank 1, of rank 2"
@@ -91,16 +105,7 @@ def test_ranks_start_serve_and_end_together(started: Started, monkeypatch: pytes
     group.close = lambda: None  # type: ignore[method-assign]
 
 
-def test_processes_that_a_rank_starts_inherit_nothing(started: Started) -> None:
-    started.serve()
-    for process in started.group.processes:
-        directory = Path(f"/proc/{process.pid}/fdinfo")
-        passed = [each for each in directory.iterdir() if int(each.name) > 2]
-        flags = [re.search(r"^flags:\s+(\d+)", each.read_text(), re.MULTILINE) for each in passed]
-        assert passed
-        assert all(each is not None and int(each[1], 8) & os.O_CLOEXEC for each in flags)
-
-
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "refuse").touch()
     started = Started(tmp_path)
@@ -110,6 +115,7 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert all(process.returncode is not None for process in started.group.processes)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_reason_of_one_rank_is_found_past_the_end_of_another(tmp_path: Path) -> None:
     """Rank 1 notices in a collective that rank 2 has ended, and its end is read before what rank 2 has said."""
     (tmp_path / "refuse").touch()
@@ -123,6 +129,7 @@ def test_the_reason_of_one_rank_is_found_past_the_end_of_another(tmp_path: Path)
         started.group.exchange(b"of rank 0")
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
     started.serve()
     group, now, overdue = started.group, 0.0, 1.0
@@ -163,6 +170,7 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
     assert problem(watch(), 1, 0.0) == "rank 1 has ended with -9"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_fails_while_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is stopped, and rank 0 waits for it less long than for one that reads a slow disk; another one is killed."""
     monkeypatch.setattr("common.node.ranks.start_watch.STOPPED_SECONDS", 0.3)
@@ -182,6 +190,7 @@ def test_a_rank_that_fails_while_others_start(tmp_path: Path, monkeypatch: pytes
     group.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_whose_loader_blocks_says_in_which_phase(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
