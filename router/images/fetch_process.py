@@ -174,13 +174,11 @@ class _Child:
 
 async def _start(spawner: Spawner, program: tuple[str, ...], settings: FetchSettings) -> _Child:
     """Start a process and wait until it is ready. Raises RuntimeError, for the log, if it is not."""
-    ours, theirs = socket.socketpair()
     process: Child | None = None
     async with contextlib.AsyncExitStack() as undo:
-        undo.callback(ours.close)
         try:
-            with theirs:
-                process = await spawner.start(program, theirs)
+            process, ours = await spawner.start(program)
+            undo.callback(ours.close)
             undo.push_async_callback(_end, process)
             reader, writer = await asyncio.open_connection(sock=ours)
             undo.callback(writer.close)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import traceback
 from asyncio import StreamReader, StreamWriter
@@ -180,10 +179,8 @@ class ImageInspector:
 
     async def _start(self) -> InspectorProcess:
         """Start a process. Raises OSError or InternalError."""
-        ours, theirs = socket.socketpair()
+        child, ours = await self._spawner.start(PROGRAM, answers=True)
         try:
-            with theirs:
-                child = await self._spawner.start(PROGRAM, theirs, answers=True)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()

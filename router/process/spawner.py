@@ -131,22 +131,40 @@ class Spawner:
     async def start(
         self,
         arguments: Sequence[str],
-        channel: socket.socket,
         environment: Mapping[str, str] | None = None,
         answers: bool = False,
         discard_output: bool = False,
-    ) -> Child:
-        """Run Python with these arguments and `channel` as standard input. Raises OSError or InternalError.
+    ) -> tuple[Child, socket.socket]:
+        """Run Python with these arguments and a socket as standard input. Return the process and the other end.
+
+        Raises OSError, also if no descriptor is left, or InternalError.
 
         Args:
             environment: variables in addition to those of this process.
-            answers: make `channel` standard output, too.
+            answers: make the socket standard output, too.
             discard_output: keep what the process prints out of the log; it is then seen only in `Child.failure`.
         """
         await self.open()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = await self._started(theirs, arguments, environment or {}, answers, discard_output)
+        except BaseException:
+            ours.close()
+            raise
+        return child, ours
+
+    async def _started(
+        self,
+        channel: socket.socket,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        answers: bool,
+        discard_output: bool,
+    ) -> Child:
         number = next(self._numbers)
         child = self._children[number] = Child(self, number)
-        asked = Start(number, tuple(arguments), dict(environment or {}), answers, discard_output)
+        asked = Start(number, tuple(arguments), dict(environment), answers, discard_output)
         try:
             self.send(asked, channel)
             async with asyncio.timeout(START_SECONDS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from asyncio import Future
 from collections.abc import Callable
 from typing import cast
@@ -146,26 +145,23 @@ async def start_worker(
     spawner: Spawner, settings: WorkerSettings, program: tuple[str, ...] = PROGRAM
 ) -> TextChannel:
     """Start a worker that is ready for jobs. Raises ModelError if it cannot read the model, otherwise InternalError."""
-    try:
-        ours, theirs = socket.socketpair()
-    except OSError as error:  # no descriptor is left
-        raise InternalError(f"a text worker cannot be started: {error}") from error
     channel = TextChannel(settings.max_answer_bytes)
     try:
-        with theirs:
-            # A library that prints something for every malicious text must not fill the router's log.
-            channel._process = await spawner.start(program, theirs, ENVIRONMENT, discard_output=True)
-        await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+        # A library that prints something for every malicious text must not fill the router's log.
+        channel._process, ours = await spawner.start(program, ENVIRONMENT, discard_output=True)
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
         answer, _ = await channel.ask(settings, b"", START_SECONDS)
     except (OSError, WorkerEnded, WorkerStuck) as error:
         try:
             reason = str(error) if channel._process is None else await channel._process.failure(error)
         finally:
-            ours.close()
             await channel.end()
         raise InternalError(f"a text worker cannot be started: {reason}") from error
     except BaseException:
-        ours.close()
         await channel.end()
         raise
     if answer.error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Never
 
 import pytest
 
@@ -138,6 +140,24 @@ def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
             ours.sendall(framed(FetchSettings((), 1, 1.0)) + framed(Wanted(1, f"{HOST}/never")))
             assert ours.recv(1), "it is ready"
         assert process.wait(PATIENCE) == 0
+
+
+async def test_no_process_starts_without_descriptors(
+    spawner: Spawner, played: FetchProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next image starts it."""
+    await spawner.open()
+    with monkeypatch.context() as patched:
+
+        def no_pair() -> Never:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        patched.setattr(socket, "socketpair", no_pair)
+        with pytest.raises(
+            RuntimeError, match=r"cannot start the image fetch process: .*too many open files"
+        ):
+            await played.fetch(f"{HOST}/")
+    assert await played.fetch(f"{HOST}/")
 
 
 async def test_a_process_that_does_not_start_is_an_error_of_ours(spawner: Spawner) -> None:

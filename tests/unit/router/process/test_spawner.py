@@ -20,14 +20,9 @@ ECHO = "import socket; s = socket.socket(fileno=0); s.sendall(s.recv(99))"
 
 
 async def started(spawner: Spawner, program: str, **options: Any) -> tuple[Child, socket.socket]:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(PATIENCE)
-    try:
-        with theirs:
-            return await spawner.start(("-c", program), theirs, **options), ours
-    except OSError:
-        ours.close()
-        raise
+    child, channel = await spawner.start(("-c", program), **options)
+    channel.settimeout(PATIENCE)
+    return child, channel
 
 
 async def test_a_process_has_a_channel_and_its_end_is_reported(spawner: Spawner) -> None:

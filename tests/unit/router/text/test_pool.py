@@ -75,15 +75,14 @@ class Spawned(Spawner):
     async def start(
         self,
         arguments: Sequence[str],
-        channel: socket.socket,
         environment: Mapping[str, str] | None = None,
         answers: bool = False,
         discard_output: bool = False,
-    ) -> Child:
-        child = await super().start(arguments, channel, environment, answers, discard_output)
+    ) -> tuple[Child, socket.socket]:
+        child, channel = await super().start(arguments, environment, answers, discard_output)
         self.pids.append(child.pid)
         self.nice.append(NICE.get())
-        return child
+        return child, channel
 
     def signal(self, number: int) -> None:
         """Signal the process that was started last."""
