@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import zmq
 
@@ -19,6 +19,7 @@ from common.ipc import Dealer
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData, codec, salted_digest
 from common.observability.logs import Log
+from common.started_threads import started_threads
 from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 
 MAX_WAITING = 512  # images of waiting prompts; their pixels are in host memory
@@ -46,7 +47,7 @@ class ImageIntake:
         self._cache = cache
         self._prompts = prompts
         self._log = log
-        self._threads = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
+        self._threads = started_threads(DECODERS, "images")
         self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
         self.refused_messages = 0
 

@@ -85,6 +85,10 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._waiting = 0
 
+    def begin(self) -> None:
+        """Start the thread now, so that `start` never has to. Raises RuntimeError if there are too many threads."""
+        self._thread.submit(self.tokenize, "").result()
+
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text in the middle of an answer, without special tokens."""
         tokens: list[int] = self._tokenizer.tokenize_str(text)

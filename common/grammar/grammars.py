@@ -43,9 +43,15 @@ NO_GRAMMARS = NoGrammars("this model has no tokenizer.json")
 
 
 def grammars_for(path: Path, config: ModelConfig, log: Log) -> Grammars:
-    """Return what compiles grammars. A model whose tokenizer it cannot read still serves other requests."""
+    """Return what compiles grammars. A model whose tokenizer it cannot read still serves other requests.
+
+    Its thread runs already: if it could not start later, that would end the main loop. Raises RuntimeError if it cannot
+    start.
+    """
     try:
-        return compiler_for(path, config)
+        compiler = compiler_for(path, config)
     except ModelError as error:
         log.warning("constrained answers are refused", reason=str(error))
         return NoGrammars(str(error))
+    compiler.begin()
+    return compiler

@@ -104,9 +104,15 @@ class NodeProfiler:
         if self._thread is not None or not self._recording.acquire(blocking=False):
             router.send(ProfileEnded(order=order.order, busy=True, problem="a profile is being recorded"))
             return
-        self._router = router
-        self._thread = threading.Thread(target=self._run, args=(order,), name="profile", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(order,), name="profile", daemon=True)
+        try:
+            thread.start()
+        # Too many threads.
+        except RuntimeError as error:
+            self._recording.release()
+            router.send(ProfileEnded(order=order.order, problem=_not_written(error)))
+            return
+        self._router, self._thread = router, thread
 
     def turn(self, steps: int) -> None:
         self._steps = steps
@@ -126,8 +132,7 @@ class NodeProfiler:
         try:
             ended = self._record(order)
         except (OSError, RuntimeError, ConfigError) as error:
-            problem = f"no profile was written: {error}"[:MAX_MESSAGE]
-            ended = ProfileEnded(order=order.order, problem=problem)
+            ended = ProfileEnded(order=order.order, problem=_not_written(error))
         finally:
             self._recording.release()
             self._ended = ended
@@ -163,6 +168,10 @@ class NodeProfiler:
 
     def _over(self, deadline: float) -> bool:
         return self._ending.is_set() or time.monotonic() > deadline
+
+
+def _not_written(error: Exception) -> str:
+    return f"no profile was written: {error}"[:MAX_MESSAGE]
 
 
 def write_trace(recorder: ProfileRecorder, file: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,13 @@ from llguidance import LLMatcher
 
 from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
+from common.grammar.grammars import grammars_for
 from common.grammar.model_tokenizer import compiler_for
 from common.grammar.token_marker import by_id
+from common.observability.logs import Log
 from router.tokens.tokenizer import Tokenizer
+from tests.fakes.no_threads import allow_no_threads
+from tests.fakes.waiting import until
 
 MODEL = Path("deploy/tiny_models/tiny-target")
 
@@ -72,3 +77,12 @@ def test_added_tokens_past_the_vocabulary_of_the_model_constrain_nothing(tmp_pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     compiler = compiler_for(tmp_path, config)
     assert compiler.tokenize("yes") == compiler_for(MODEL, config).tokenize("yes")
+
+
+def test_grammars_are_compiled_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread starts with the node: a failure while it serves would end its main loop."""
+    grammars = grammars_for(MODEL, ModelConfig.load(MODEL), Log("test"))
+    allow_no_threads(monkeypatch)
+    started = grammars.start(LLMatcher.grammar_from_regex("ab"), time.monotonic)
+    until(lambda: started.ready(0.0))
+    assert started.matcher().failure is None

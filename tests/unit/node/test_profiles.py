@@ -20,6 +20,7 @@ from common.node.profiles import NodeProfiler, NoProfiler
 from common.node.torch_trace import TorchTrace
 from common.observability.logs import Log
 from common.observability.profile_files import KEPT_FILES
+from tests.fakes.no_threads import allow_no_threads
 from tests.fakes.waiting import PATIENCE
 
 NAME = "decode-0"
@@ -168,6 +169,17 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
     assert isinstance(second, ProfileEnded)
     assert "read-only" in first.problem
     assert "no directory" in second.problem
+
+
+def test_a_profile_for_which_there_is_no_thread_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main loop goes on, and a later order is followed."""
+    loop = Loop(tmp_path)
+    with monkeypatch.context() as patch:
+        allow_no_threads(patch)
+        assert "can't start new thread" in loop.run(1.0, 1).problem
+    assert loop.run(0.001, 1).problem == ""
 
 
 def test_torch_records_the_operators_of_another_thread(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from common.observability.logs import Log
 from prefill_node import image_intake as module
 from prefill_node.image_intake import ImageIntake
 from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
+from tests.fakes.no_threads import allow_no_threads
 from tests.fakes.vision import TOKENS, digest_of, file_of, read
 from tests.fakes.waiting import PATIENCE, until
 
@@ -174,6 +175,15 @@ def claimed(intake: ImageIntake, key: int) -> bool:
         return intake.claim(key)
     except InternalError:
         return False
+
+
+def test_images_are_decoded_when_no_thread_can_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads start with the node: a failure while it serves would end its main loop."""
+    allow_no_threads(monkeypatch)
+    key = rig.prompt(span_of(1), span_of(2, 9))
+    rig.send(digest_of(1), file_of(1))
+    rig.send(digest_of(2), file_of(2))
+    rig.until(lambda: rig.intake.claim(key))
 
 
 def test_malformed_messages_are_counted_and_dropped(rig: Rig) -> None:
