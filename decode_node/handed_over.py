@@ -7,12 +7,16 @@ from decode_node.request import DecodeRequest
 from kv_transfer.events import Arrived
 
 
-def take_record(request: DecodeRequest, arrived: Arrived, draft: DraftShape, now: float) -> str | None:
+def take_record(
+    request: DecodeRequest, arrived: Arrived, draft: DraftShape, vocab_size: int, now: float
+) -> str | None:
     """Set the first token and the draft state of a request. Return the problem if the record does not fit, else None.
 
     `draft`: the required shape of the draft state.
     """
     record = arrived.record
+    if record.first_token >= vocab_size:
+        return f"the record's first token is {record.first_token}, of a vocabulary of {vocab_size}"
     if record.num_tokens != len(request.prompt):
         return "the record has another prompt length than the reservation"
     row = DraftRow(record.draft_topk_probs, record.draft_topk_ids, record.draft_hidden)

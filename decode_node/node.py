@@ -318,7 +318,7 @@ class DecodeNode:
                 request.router.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)
-        problem = take_record(request, event, self._draft, self._clock())
+        problem = take_record(request, event, self._draft, self._limits.vocab_size, self._clock())
         if problem is not None:
             self._fail(request, TransferFailed.code, problem)
             return

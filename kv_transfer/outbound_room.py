@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.handshake import Peer
+from kv_transfer.messages import Slots
 from kv_transfer.outbound import Outbound
 
 
@@ -24,6 +25,7 @@ class OutboundRoom:
 
     room: int
     parts: list[Outbound]
+    pages: int = 0  # that the prompt has; 0: not known
 
     @property
     def failure(self) -> tuple[str, str] | None:
@@ -90,10 +92,16 @@ class OutboundRoom:
             return []
         return [decode for decode in peer.destinations if decode not in named]
 
-    def fits(self, held_pages: int, num_pages: int) -> bool:
-        """Return whether these pages equal the pages that the other decode ranks have granted."""
+    def rejects(self, slots: Slots) -> str:
+        """Return why these slots are not for this room; "" if they are."""
+        num_pages = slots.held_pages + len(slots.pages)
+        if self.pages not in (0, num_pages):
+            return f"slots refused: they are for {num_pages} pages, and the prompt has {self.pages}"
         granted = [part.slots for part in self.parts if part.slots is not None]
-        return all((each.held_pages, len(each.pages)) == (held_pages, num_pages) for each in granted)
+        wanted = slots.held_pages, len(slots.pages)
+        if any((each.held_pages, len(each.pages)) != wanted for each in granted):
+            return "another decode rank has granted other pages"
+        return ""
 
     def give_up(self, code: str, reason: str) -> None:
         """Send nothing more to any of the decode ranks."""

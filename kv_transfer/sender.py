@@ -95,28 +95,28 @@ class Sender:
 
     # ---- called by the prefill node
 
-    def expect(self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",)) -> None:
+    def expect(
+        self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",), pages: int = 0
+    ) -> None:
         """Register a room whose prompt has arrived.
 
         `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, "" for any; when one is
         lost the room is lost. Other ranks of their nodes to which this rank sends are added once one of them grants.
-        Raises InvalidRequest if the room is active.
+        `pages`: of the prompt, 0: any; slots for others are declined. Raises InvalidRequest if the room is active.
         """
         if room in self.rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        expected = OutboundRoom(room, [self._part(room, deadline, decode) for decode in decodes])
-        self.rooms[room] = expected
+        parts = [self._part(room, deadline, decode) for decode in decodes]
+        expected = self.rooms[room] = OutboundRoom(room, parts, pages)
         self.ended.pop(room)
-        aborted = self.aborted.get(room)
         for early in self.early.take_all(room):
             self._grant(expected, early.peer, early.slots, early.received_at)
-        if aborted is not None and expected.granted is None:
+        if (aborted := self.aborted.get(room)) is not None and expected.granted is None:
             expected.give_up(aborted[1].code, aborted[1].reason)
         self._watch(expected)
 
     def _part(self, room: int, deadline: float | None, decode: str) -> Outbound:
-        peer = self.peers.find(decode)
-        now = self._clock()
+        peer, now = self.peers.find(decode), self._clock()
         busy_until = 0.0 if peer is None else peer.busy_until
         return Outbound(room, self.endpoint, self._limits, self.counters, now, busy_until, deadline, decode)
 
@@ -321,8 +321,8 @@ class Sender:
             self._decline(peer, slots, *expected.failure)
         elif part is None or part.slots is not None:
             self._again(peer, slots, None if part is None else part.slots)
-        elif not expected.fits(slots.held_pages, len(slots.pages)):
-            self._decline(peer, slots, TransferFailed.code, "another decode rank has granted other pages")
+        elif rejected := expected.rejects(slots):
+            self._decline(peer, slots, TransferFailed.code, rejected)
         else:
             part.grant(peer, slots, received_at)
             self._watch(expected)

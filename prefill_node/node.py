@@ -210,7 +210,8 @@ class PrefillNode:
             with_images(keys, message.images)  # raises InvalidRequest for spans that do not fit
             vocab_size = self._limits.vocab_size
             compilation = constraint_of(message.sampling, self._grammars, vocab_size, self._clock)
-            self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
+            deadline, pages = now + message.deadline_ms / 1000, self._space.pages_for(len(keys))
+            self._sender.expect(message.room, deadline, (message.decode,), pages)
         except RequestError as error:
             router.send(Failed.of(message.room, error))
             return

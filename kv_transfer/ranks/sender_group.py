@@ -37,6 +37,7 @@ class _SharedPrompt:
 
     room: int
     deadline: float | None
+    pages: int
     announced: bool = False  # the other ranks that send a part of it know it
     granted: bool = False  # on rank 0, as its event says
     waiting: set[int] = field(default_factory=set)  # ranks that lack grants
@@ -106,12 +107,14 @@ class SenderGroup:
 
     # ---- called by the prefill node
 
-    def expect(self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",)) -> None:
+    def expect(
+        self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",), pages: int = 0
+    ) -> None:
         """Register a room whose prompt has arrived, as `Sender.expect` does. `decodes` names only a node's rank 0."""
         if room in self._rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        self._local.expect(room, deadline, decodes)
-        self._rooms[room] = _SharedPrompt(room, deadline)
+        self._local.expect(room, deadline, decodes, pages)
+        self._rooms[room] = _SharedPrompt(room, deadline, pages)
 
     def slots(self, room: int) -> GrantedSlots | None:
         """Return the grant; None until every rank has its own. It may be called while a forward is launched."""
@@ -230,7 +233,7 @@ class SenderGroup:
         if self._others[size]:
             shared.waiting.update(self._others[size])
             shared.sending.update(self._others[size])
-            self._command_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size))
+            self._command_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size, shared.pages))
 
     def _command_ranks(self, command: msgspec.Struct) -> None:
         self._commands.send(encode(command), SEND_SECONDS)

@@ -16,6 +16,7 @@ class ExpectRoom(msgspec.Struct, frozen=True, tag=True):
     deadline: float | None  # on the clock of the host
     leader: str  # incarnation of the decode node's rank 0
     size: int  # ranks of the decode node
+    pages: int  # of the prompt; 0: not known
 
 
 class SendPages(msgspec.Struct, frozen=True, tag=True):

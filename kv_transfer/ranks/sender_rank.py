@@ -109,7 +109,7 @@ class SenderRank:
         elif isinstance(command, ExpectRoom):
             decodes = destination_ranks(self._sender.endpoint.layout, command.leader, command.size)
             if decodes:
-                self._sender.expect(command.room, command.deadline, decodes)
+                self._sender.expect(command.room, command.deadline, decodes, command.pages)
                 self._waiting.add(command.room)
         elif isinstance(command, CancelRoom):
             self._sender.cancel(command.room, command.code, command.reason)

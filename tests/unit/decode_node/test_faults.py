@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ from common.node.overlap import Completion
 from decode_node.graphs.decode_graph import DecodeGraphs
 from decode_node.quarantine_wait import MAX_SECONDS
 from decode_node.step import AutoregressiveStep, DecodeSteps
-from kv_transfer.messages import RecordWritten, encode
+from kv_transfer.inbound import Inbound
+from kv_transfer.messages import RecordWritten, Slots, encode
 from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.forwards import Forwards
 from prefill_node.request import PrefillRequest
@@ -52,6 +54,7 @@ def test_a_damaged_write(damage: Any, write: int) -> None:
 
 WRONG_RECORDS: dict[str, dict[str, Any]] = {
     "another prompt length": {"num_tokens": 29},
+    "a token that is not in the vocabulary": {"first_token": 1 << 40},
     "drafts where there is no draft model": {"draft_topk_probs": (0.5,), "draft_topk_ids": (1,)},
     "a hidden state where there is no draft model": {
         "draft_hidden": bytes(4),
@@ -74,6 +77,32 @@ def test_a_whole_record_of_something_else_is_refused(
         cluster.run()
         assert call.error is not None
         assert (call.error.code, len(call.ids)) == ("transfer_failed", 1)
+        monkeypatch.undo()
+        other = cluster.submit(prompt_of(30, 9), 6)
+        cluster.run()
+        expect_reference(other)
+        cluster.settle()
+
+
+WRONG_GRANTS: dict[str, Callable[[Slots], Slots]] = {
+    "a page too few": lambda slots: structs.replace(slots, pages=slots.pages[:-1]),
+    "a page too many": lambda slots: structs.replace(slots, pages=(*slots.pages, 39)),
+    "more held pages than the prompt has": lambda slots: structs.replace(slots, pages=(), held_pages=9),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GRANTS.values(), ids=list(WRONG_GRANTS))
+def test_a_grant_for_another_prompt_ends_its_request_only(
+    wrong: Callable[[Slots], Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode node that is wrong about the prompt does not end the prefill nodes on which it is tried."""
+    slots = Inbound.slots
+    monkeypatch.setattr(Inbound, "slots", lambda inbound, now: wrong(slots(inbound, now)))
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run()
+        assert call.error is not None
+        assert call.error.code == "transfer_failed"
         monkeypatch.undo()
         other = cluster.submit(prompt_of(30, 9), 6)
         cluster.run()
