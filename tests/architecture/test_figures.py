@@ -67,19 +67,23 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
         ("EAGLE-3", "16/s", "62e74922"),
         ("plain", "32/s", "8dbc1362"),
         ("EAGLE-3", "32/s", "8dbc1362"),
+        ("plain", "32/s, held", "260e324a"),
+        ("plain", "32/s, held", "5911e27d"),
+        ("EAGLE-3", "32/s, held", "260e324a"),
         ("FP8", "26/s", "fea0492a"),
         ("FP8", "28/s", "fea0492a"),
         ("FP8", "32/s", "7ed48a2f"),
     ],
 )
 def test_our_own_loads_are_the_measured_ones(case: str, rate: str, tree: str) -> None:
-    """The rows of the newest tree that was measured at each load, one per seed where the file has them."""
-    name = f"loads-h200-x2-{tree}-{case.lower().replace('-', '')}.json"
-    loads = [each for each in _result(name)["loads"] if each["load"].startswith(rate)]
+    """The rows of the newest trees that were measured at each load, one per seed where the file has them."""
+    rate, *held = rate.split(", ")
+    name = "-".join((f"loads-h200-x2-{tree}", case.lower().replace("-", ""), *held))
+    loads = [each for each in _result(f"{name}.json")["loads"] if each["load"].startswith(rate)]
     for load in loads:
         found = load["summary"]
         cells = (
-            f"{case}, {load['load']}",
+            ", ".join((case, load["load"], *held)),
             tree,
             _rounded(found["ttft_ms_p50"], found["ttft_ms_p99"]),
             f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f} / {found['gap_ms_max']:.0f}",
