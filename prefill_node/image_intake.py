@@ -49,6 +49,7 @@ class ImageIntake:
         self._log = log
         self._threads = started_threads(DECODERS, "images")
         self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self._failures: set[bytes] = set()  # those of `_pixels` whose failure a prompt has been told
         self.refused_messages = 0
 
     @property
@@ -70,8 +71,13 @@ class ImageIntake:
             raise Overloaded(f"{len(waiting)} images already wait on this prefill node; try again later")
 
     def expect(self, key: int, spans: Sequence[ImageSpan]) -> None:
-        if spans:
-            self._prompts.add(key, map(PendingImage, spans))
+        if not spans:
+            return
+        for span in spans:
+            # The failure of an earlier attempt: the router sends the bytes again.
+            if span.digest in self._failures:
+                self._drop(span.digest)
+        self._prompts.add(key, map(PendingImage, spans))
 
     def receive(self) -> None:
         for frame in (frame for dealer in self._dealers for frame in dealer.drain(AT_ONCE)):
@@ -87,6 +93,7 @@ class ImageIntake:
                 continue
             if self._cache.get(message.digest) is not None:
                 continue
+            self._failures.discard(message.digest)
             self._pixels[message.digest] = self._threads.submit(self._decode, message)
             self._make_room()
 
@@ -99,6 +106,8 @@ class ImageIntake:
             future = self._pixels.get(image.span.digest)
             if image.rows is None and future is not None and future.done():
                 self._pixels.move_to_end(image.span.digest)  # another prompt may contain the same image
+                if _failed(future):
+                    self._failures.add(image.span.digest)
                 pixels = future.result()
                 image.fits(pixels.rows, pixels.columns)
                 image.pixels = pixels
@@ -117,7 +126,11 @@ class ImageIntake:
         wanted = {image.span.digest for image in self._prompts if not image.ready}
         idle = [digest for digest in self._pixels if digest not in wanted]
         while len(idle) > UNCLAIMED or self._decoded_bytes(idle) > UNCLAIMED_BYTES:
-            self._pixels.pop(idle.pop(0)).cancel()
+            self._drop(idle.pop(0))
+
+    def _drop(self, digest: bytes) -> None:
+        self._failures.discard(digest)
+        self._pixels.pop(digest).cancel()
 
     def _decoded_bytes(self, digests: Iterable[bytes]) -> int:
         futures = [self._pixels[digest] for digest in digests]

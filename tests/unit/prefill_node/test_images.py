@@ -177,6 +177,32 @@ def claimed(intake: ImageIntake, key: int) -> bool:
         return False
 
 
+def test_a_failure_ends_the_prompts_that_wait_for_the_image_and_no_later_one() -> None:
+    """A prompt usually arrives before its image, which is larger: then the earlier failure says nothing about it."""
+    failures = [MemoryError("not now")]
+
+    def decode(data: bytes) -> Pixels:
+        if failures:
+            raise failures.pop()
+        return read(data)
+
+    rig = Rig(decode)
+    try:
+        both = rig.prompt(span_of(1)), rig.prompt(span_of(1, 9))
+        rig.send(digest_of(1), file_of(1))
+        rig.until(lambda: bool(rig.intake.held) and not rig.intake.busy)
+        for key in both:
+            with pytest.raises(InternalError):
+                rig.intake.claim(key)
+        later = rig.prompt(span_of(1))
+        assert not rig.intake.claim(later)
+        assert not rig.intake.arrived(later)
+        rig.send(digest_of(1), file_of(1))
+        rig.until(lambda: rig.intake.claim(later))
+    finally:
+        rig.close()
+
+
 def test_images_are_decoded_when_no_thread_can_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads start with the node: a failure while it serves would end its main loop."""
     allow_no_threads(monkeypatch)
