@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -58,12 +58,12 @@ class ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True):
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The switch by which the model reasons before it answers."""
 
     type: str
     budget_tokens: int | None = None
-    display: str | None = None  # omitted: the answer has no reasoning
+    display: Literal["summarized", "omitted"] | None = None  # omitted: the answer has no reasoning
 
     @property
     def budget(self) -> int | None:

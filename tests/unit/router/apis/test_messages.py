@@ -187,6 +187,14 @@ def test_effort_and_strict_tools() -> None:
             "tool_choice.name",
         ),
         ({"max_tokens": 9, "messages": [USER], "thinking": {"type": "x"}}, "thinking"),
+        (
+            {"max_tokens": 9, "messages": [USER], "thinking": {"type": "enabled", "display": "none"}},
+            "thinking.display",
+        ),
+        (
+            {"max_tokens": 9, "messages": [USER], "thinking": {"type": "enabled", "tokens": 9}},
+            "thinking.tokens",
+        ),
         ({"max_tokens": 9, "messages": [USER], "output_config": {"effort": "x"}}, "output_config.effort"),
         (
             {"max_tokens": 9, "messages": [USER], "output_config": {"format": {"type": "x"}}},
