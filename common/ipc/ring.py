@@ -16,9 +16,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Sequence
 from time import monotonic, sleep
+from zlib import crc32
 
 import msgspec
 
@@ -32,6 +32,7 @@ MAX_LOOK = 0.1  # seconds that one of them counts at most, as the writer may hav
 TORN_SECONDS = 1.0  # after which a fragment with a wrong checksum is a defect
 # Payload bytes, checksum, and 2 * number, plus 1 if the frame goes on in the next fragment.
 HEADER = struct.Struct("<IIQ")
+HEADER_BYTES, pack_header = HEADER.size, HEADER.pack_into
 
 
 class RingSpec(msgspec.Struct, frozen=True):
@@ -90,8 +91,9 @@ class RingWriter:
         self._ring = ring
         self._name = name
         self._ranks = ranks
+        self._counters, self._data, self._capacity = ring.counters, ring.data, ring.spec.capacity
         self._readers = len(ring.spec.bells)
-        self._most = ring.spec.capacity // 4 - HEADER.size  # payload of a fragment
+        self._most = ring.spec.capacity // 4 - HEADER_BYTES  # payload of a fragment
         self._number = 0
         self._taken = 0  # bytes that all readers had taken when the writer last looked
 
@@ -100,25 +102,50 @@ class RingWriter:
 
         Only time in which this process runs counts.
         """
+        if self._put_at_once(frame):
+            self._ring_bells()
+            return
         view = memoryview(frame)
         for start in range(0, max(len(view), 1), self._most):
             self._put(view[start : start + self._most], start + self._most < len(view), timeout)
-            for bell in self._ring.spec.bells:
-                os.eventfd_write(bell, 1)
+            self._ring_bells()
 
     def unread(self, reader: int) -> int:
         """Return the bytes that a reader has not taken yet."""
         counters = self._ring.counters
         return counters[0] - counters[(1 + reader) * LINE]
 
+    def _ring_bells(self) -> None:
+        for bell in self._ring.spec.bells:
+            os.eventfd_write(bell, 1)
+
+    def _put_at_once(self, frame: bytes | bytearray | memoryview) -> bool:
+        """Publish a frame that takes one fragment and does not wrap around, if room is known; else return False.
+
+        A plan is written by a thread that has just been woken, so what counts is how little code runs until then.
+        """
+        counters, data, capacity, size = self._counters, self._data, self._capacity, len(frame)
+        head = counters[0]
+        taken = _padded(HEADER_BYTES + size)
+        at = head % capacity
+        if size > self._most or at + taken > capacity or head + taken - capacity > self._taken:
+            return False
+        number = 2 * self._number
+        pack_header(data, at, size, crc32(frame, number & 0xFFFFFFFF), number)
+        at += HEADER_BYTES
+        data[at : at + size] = frame
+        self._number += 1
+        counters[0] = head + taken
+        return True
+
     def _put(self, part: memoryview, goes_on: bool, timeout: float) -> None:
         counters, capacity = self._ring.counters, self._ring.spec.capacity
-        taken = _padded(HEADER.size + len(part))
+        taken = _padded(HEADER_BYTES + len(part))
         head = counters[0]
         self._wait_for_room(head + taken - capacity, timeout)
         number = 2 * self._number + goes_on
         _write(self._ring.data, head % capacity, HEADER.pack(len(part), _checksum(number, part), number))
-        _write(self._ring.data, (head + HEADER.size) % capacity, part)
+        _write(self._ring.data, (head + HEADER_BYTES) % capacity, part)
         self._number += 1
         counters[0] = head + taken
 
@@ -181,7 +208,7 @@ class RingReader:
         while counters[0] != self._taken:
             part, goes_on = self._fragment()
             self._number += 1
-            self._taken += _padded(HEADER.size + len(part))
+            self._taken += _padded(HEADER_BYTES + len(part))
             counters[self._cursor] = self._taken
             if goes_on:
                 self._parts.append(part)
@@ -198,9 +225,9 @@ class RingReader:
         data, capacity = self._ring.data, self._ring.spec.capacity
         until = 0.0
         while True:
-            length, checksum, number = HEADER.unpack(_read(data, self._taken % capacity, HEADER.size))
+            length, checksum, number = HEADER.unpack(_read(data, self._taken % capacity, HEADER_BYTES))
             if length <= capacity and number >> 1 == self._number:
-                part = _read(data, (self._taken + HEADER.size) % capacity, length)
+                part = _read(data, (self._taken + HEADER_BYTES) % capacity, length)
                 if _checksum(number, part) == checksum:
                     return part, bool(number & 1)
             now = monotonic()
@@ -213,11 +240,11 @@ class RingReader:
 
 def _padded(nbytes: int) -> int:
     """Return the bytes that a fragment takes: headers never wrap around the end of the ring."""
-    return -(-nbytes // HEADER.size) * HEADER.size
+    return -(-nbytes // HEADER_BYTES) * HEADER_BYTES
 
 
 def _checksum(number: int, part: bytes | memoryview) -> int:
-    return zlib.crc32(part, number & 0xFFFFFFFF)
+    return crc32(part, number & 0xFFFFFFFF)
 
 
 def _write(data: memoryview, at: int, part: bytes | memoryview) -> None:
