@@ -25,7 +25,7 @@ from kv_transfer.transport.base import ReceiverEndpoint, Window
 # Opens a connection to the rank of this incarnation at this address; returns what sends frames to it. Raises
 # RequestError if that is not possible.
 Dial = Callable[[str, str], Callable[[bytes], object]]
-MAX_GREETING = 60.0  # seconds; the longest work that a main loop announces
+MAX_GREETING = 600.0  # seconds; the longest launch that a main loop announces
 
 
 class LinkState(enum.Enum):

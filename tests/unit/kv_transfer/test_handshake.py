@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import NodeLost, Overloaded, Unavailable
 from common.kv_cache.pool_layout import PoolLayout
+from common.node import announced_work
 from kv_transfer import messages
 from kv_transfer.events import PagesFree, PeerRefused, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.inbound import MAX_GREETING
@@ -183,6 +184,11 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     decode.connect(prefill)
     decode.pump()
     decode.receiver.open(2, (prefill.incarnation,), [1], 0)
+
+
+def test_a_greeting_outlasts_the_longest_launch() -> None:
+    """A prefill node answers after a launch that it has announced to its router, which does not give it up either."""
+    assert MAX_GREETING >= announced_work.MAX_SECONDS
 
 
 def test_another_incarnation_at_the_address_is_refused(
