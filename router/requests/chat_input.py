@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
+from router.requests.json_body import whole_ids
 from router.requests.openai_schema import ChatRequest, Message, packed_ids
 
 
@@ -24,9 +25,9 @@ def with_packed_input(request: ChatRequest) -> ChatRequest:
 
     Raises InvalidRequest if they are no integers.
     """
-    given = request.input_ids
-    if not given:
+    if not request.input_ids:
         return request
+    given = whole_ids(request.input_ids)
     if any(type(each) is not int for each in given):
         raise InvalidRequest("input_ids must be a list of token ids", param="input_ids")
     return msgspec.structs.replace(request, input_ids=[packed_ids(given)])

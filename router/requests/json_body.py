@@ -88,6 +88,16 @@ def _whole(value: msgspec.Raw, levels: int) -> Any:
     return [item if each is None else each for item, each in zip(items, found, strict=True)]
 
 
+def whole_ids(ids: list[Any]) -> list[Any]:
+    """Return a list whose items have any type with integers where it has numbers like 16.0, as `decode_json` does."""
+    if len(ids) > MAX_ITEMS or float not in map(type, ids):
+        return ids
+    return [
+        int(each) if type(each) is float and each.is_integer() and abs(each) < MAX_EXACT else each
+        for each in ids
+    ]
+
+
 def check_depth(raw: bytes | bytearray) -> None:
     """Raise InvalidRequest if JSON nests deeper than MAX_DEPTH. Invalid JSON may pass: the decoder refuses it."""
     most = MAX_DEPTH // 2

@@ -18,6 +18,7 @@ from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES, M
 from router.requests.chat_fields import ChatToolChoice, Identity, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
+from router.requests.json_body import whole_ids
 from router.requests.read_constraint import read_constraint, with_schema_texts
 from router.requests.reasoning_fields import Effort, ReasoningSwitch, ThinkingSwitch
 
@@ -260,6 +261,13 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
         elif not isinstance(item, str | bytes):
             raise InvalidRequest(_PROMPT_KINDS, param="prompt")
     return [array("i", item) if isinstance(item, bytes) else item for item in prompt]
+
+
+def with_whole_ids(request: Completion) -> Completion:
+    """Return a request whose prompt is a list with integers where its token ids are numbers like 16.0."""
+    listed = whole_ids([*request.prompt])
+    given = [whole_ids(item) if isinstance(item, list) else item for item in listed]
+    return msgspec.structs.replace(request, prompt=given)
 
 
 def compact_chat(request: ChatRequest) -> ChatRequest:

@@ -29,6 +29,7 @@ from router.requests.openai_schema import (
     compact_completion,
     prompt_names,
     refuse_unsupported_messages,
+    with_whole_ids,
 )
 from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.tokenize_requests import (
@@ -86,7 +87,10 @@ def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
 
 def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
     """Parse a completion body. Return it and its unknown field names. Raises InvalidRequest."""
-    return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
+    request = decode_json(raw, _completion)
+    if request.prompt and type(request.prompt[0]) in (float, list):
+        request = with_whole_ids(request)
+    return request, undeclared(raw, _COMPLETION_FIELDS)
 
 
 def _with_ids_that_fit(request: CompletionRequest, max_model_len: int) -> CompletionRequest:

@@ -26,7 +26,7 @@ PROMPTS: tuple[Any, ...] = (
     [1, "a"],
     ["a", 1],
     [True],
-    [1.0],
+    [1.5],
     [1, True],
     [[1], [True]],
     [None],
@@ -237,7 +237,7 @@ TAKEN_TEXT: dict[str, list[Any]] = {
     "echo": [False, True, None],
     "suffix": ["", None],
     "logprobs": [None, 0, 20],
-    "prompt": ["", [0], [703], [[1], [2]], ["a", [5]], "a\u0000b", [1] * 4095],
+    "prompt": ["", [0], [703], [1.0], [[1.0]], [[1], [2]], ["a", [5]], "a\u0000b", [1] * 4095],
 }
 
 

@@ -35,6 +35,22 @@ async def test_they_are_the_prompt(rig: Rig) -> None:
     assert list(rig.generator.requests[-1].token_ids) != [5, 300, 6]
 
 
+async def test_whole_numbers_are_ids_however_they_are_written(rig: Rig) -> None:
+    """Also in prompts of completions. Lists of more than 128 items are not searched."""
+    rig.generator.will(*one_by_one([10, 11]))
+    assert (await rig.post(CHAT, ASKED | {"input_ids": [5.0, 300, 6.0]}))[0] == 200
+    prompts: list[Any] = [[5.0, 300, 6.0], [[5, 300.0, 6]], [[5.0, 300, 6], "a"]]
+    for prompt in prompts:
+        status, answer, _ = await rig.post("/v1/completions", {"prompt": prompt})
+        assert status == 200, answer
+    asked = [list(each.token_ids) for each in rig.generator.requests]
+    assert [ids for ids in asked if 300 in ids] == [[5, 300, 6]] * 4
+    wrong: list[Any] = [[5.5], [[5.5]], [1e99], [5.0] * 129, [True, 5.0], [None]]
+    for prompt in wrong:
+        status, answer, _ = await rig.post("/v1/completions", {"prompt": prompt})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+
+
 async def test_answers_are_parsed_all_the_same(serve: Serve) -> None:
     rig = await serve(served=replace(SERVED, answers=STYLE))
     rig.generator.will(*one_by_one(rig.tokenizer.encode(OBJECT_CALLS, False)))
