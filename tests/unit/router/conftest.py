@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from router.text.service import TextService, Workers
 from router.text.work import TextWork
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
+from tests.cluster.fork_server import TEXT_FORKS
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
@@ -44,6 +46,12 @@ from tests.unit.router.scripted_generator import ScriptedGenerator
 TINY = Path(__file__).parents[3] / "deploy/tiny_models/tiny-target"
 MAX_BODY = 600_000
 SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), DefaultSampling())
+
+
+@pytest.fixture
+def text_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let whole routers fork their text workers, which take most of the time to start; text/ starts real ones."""
+    monkeypatch.setattr("router.build.Spawner", partial(Spawner, TEXT_FORKS))
 
 
 @dataclass

@@ -32,6 +32,8 @@ from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import TINY
 
+pytestmark = pytest.mark.usefixtures("text_forks")
+
 ONLY = RouterProcess(0, ())
 
 REPOSITORY = Path(__file__).parents[3]

@@ -18,6 +18,8 @@ from router.build import build
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.conftest import TINY
 
+pytestmark = pytest.mark.usefixtures("text_forks")
+
 ONLY = RouterProcess(0, ())
 VOCAB = 704  # of the model
 

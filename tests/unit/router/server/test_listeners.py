@@ -32,6 +32,8 @@ from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import TINY, Serve
 
+pytestmark = pytest.mark.usefixtures("text_forks")
+
 
 def trusting(client: Path | None = None) -> ssl.SSLContext:
     """Make a client that trusts the authority; `client`: a directory with its own certificate."""
