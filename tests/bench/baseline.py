@@ -136,7 +136,13 @@ def cluster_of(directory: Path, sections: dict[str, Any]) -> RunningCluster:
         counts[role] = sum(node["name"] not in movable for node in nodes)
         ranks |= {node["name"]: node.get("tensor_parallel", 1) for node in nodes}
     return RunningCluster(
-        directory, counts["prefill"], counts["decode"], rest, ranks=ranks, movable=len(movable)
+        directory,
+        counts["prefill"],
+        counts["decode"],
+        rest,
+        ranks=ranks,
+        movable=len(movable),
+        pool_tokens="auto",
     )
 
 

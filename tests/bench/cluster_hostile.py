@@ -165,7 +165,9 @@ async def measure(repeat: int, names: list[str]) -> list[dict[str, Any]]:
         probes = Probes(directory / "router.jsonl", directory / "client.jsonl")
         sections = config(directory, port) | {"router": {"tls": {"cert": str(cert), "key": str(key)}}}
         module = ("tests.bench.loop_probe", str(probes.router))
-        cluster = RunningCluster(directory, 1, 2, sections, late=(STOLEN,), router_module=module)
+        cluster = RunningCluster(
+            directory, 1, 2, sections, late=(STOLEN,), router_module=module, pool_tokens="auto"
+        )
         cluster.addresses[BULK] = port
         trusting = ssl.create_default_context(cafile=AUTHORITY)
         url = cluster.url.replace("http:", "https:")

@@ -92,7 +92,7 @@ async def score(name: str, quantization: str, count: int, work: Path) -> float:
     """Return the share of held-out problems that a cluster solves."""
     model = {"path": str(MODELS / name), "served_name": name, "quantization": quantization}
     report = work / f"{name}-{quantization}.json"
-    async with RunningCluster(work, config={"model": model}) as cluster:
+    async with RunningCluster(work, config={"model": model}, pool_tokens="auto") as cluster:
         command = ["-m", "deploy.eval_cli", cluster.url, "--count", str(count), "--seed", "17"]
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, "--json", str(report), cwd=ROOT, env=ENV

@@ -86,7 +86,10 @@ async def measure(drafter: str, at_once: int, rounds: int) -> Row:
     sides = {"free": Side(), "json": Side()}
     fields: dict[str, dict[str, Any]] = {"free": {}, "json": JSON}
     with tempfile.TemporaryDirectory() as run:
-        async with RunningCluster(Path(run), config=config) as cluster, Client(cluster.url) as client:
+        async with (
+            RunningCluster(Path(run), config=config, pool_tokens="auto") as cluster,
+            Client(cluster.url) as client,
+        ):
             decode = cluster.processes["decode-0"].pid
             for warm in fields.values():
                 await client.complete_all(prompts_of(directory, 2, 99), 2, 16, **warm)

@@ -157,7 +157,7 @@ async def measured(name: str, streams: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         probe = Path(directory) / "stalls.jsonl"
         module = ("tests.bench.loop_probe", str(probe))
-        cluster = RunningCluster(Path(directory), config=config, router_module=module)
+        cluster = RunningCluster(Path(directory), config=config, router_module=module, pool_tokens="auto")
         cluster.launch("router")
         try:
             await serving(cluster)

@@ -105,7 +105,7 @@ async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
     config = {"router": limits | {"queue_wait": 600.0}, "prefill": {"pool_tokens": POOL_TOKENS}}
     config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": ROWS}
     with tempfile.TemporaryDirectory() as directory:
-        cluster = RunningCluster(Path(directory), nodes, nodes, config)
+        cluster = RunningCluster(Path(directory), nodes, nodes, config, pool_tokens="auto")
         cluster.launch("router")
         try:
             await serving(cluster)

@@ -238,7 +238,7 @@ async def _metrics_size(cluster: RunningCluster) -> int:
 async def measure(requests: int, ids: int, clients: int, only: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        cluster = RunningCluster(Path(directory))
+        cluster = RunningCluster(Path(directory), pool_tokens="auto")
         cluster.launch("router")
         try:
             await serving(cluster)

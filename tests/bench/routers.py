@@ -156,7 +156,9 @@ async def measure(processes: int, seconds: float) -> Row:
     }
     with tempfile.TemporaryDirectory() as directory:
         config["process"]["run_dir"] = f"/tmp/tandem-bench-{os.getpid()}-{processes}"
-        cluster = RunningCluster(Path(directory), processes, processes, config, routers=processes)
+        cluster = RunningCluster(
+            Path(directory), processes, processes, config, routers=processes, pool_tokens="auto"
+        )
         loads: list[asyncio.subprocess.Process] = []
         try:
             for name in cluster.router_names:

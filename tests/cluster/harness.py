@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import aiohttp
 import yaml
@@ -94,6 +94,8 @@ class RunningCluster:
     rows: tuple[tuple[str, str], ...] = ()
     routers: int = 1  # processes: "router", "router.1" ...
     movable: int = 0  # nodes that can change their role: "flex-0" ..., decode nodes at first
+    # Of each node: four of the longest contexts. With the default each node would fill hundreds of MB with zeros.
+    pool_tokens: int | Literal["auto"] = 16_384
     start: StartProcess = fork_server.start  # how `launch` starts a process
 
     def __post_init__(self) -> None:
@@ -104,16 +106,18 @@ class RunningCluster:
             "model": {"path": str(MODEL), "served_name": "tiny"},
             "router": {"port": self.port, "queue_wait": 600.0, "processes": self.routers},
             "prefill": {
+                "pool_tokens": self.pool_tokens,
                 "nodes": [
                     *(self._prefill_node(f"prefill-{i}", tcp) for i in range(self.prefill)),
                     *(self._prefill_node(name, tcp) for name in self.movable_names),
-                ]
+                ],
             },
             "decode": {
+                "pool_tokens": self.pool_tokens,
                 "nodes": [
                     *({"name": f"decode-{i}"} for i in range(self.decode)),
                     *({"name": name} for name in self.movable_names),
-                ]
+                ],
             },
             "movable": {"nodes": [{"name": name} for name in self.movable_names]},
             "health": {**PATIENT},
