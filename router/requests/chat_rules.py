@@ -171,6 +171,8 @@ def tool_choice(
             "tool_choice must be none, auto, required, or an object that names a function or allowed_tools",
             param="tool_choice",
         )
+    if given == "required" and not functions:
+        raise InvalidRequest("tool_choice forces a call, but there are no tools", param="tool_choice")
     return given or "auto", functions
 
 
@@ -178,8 +180,6 @@ def _check_choice(
     choice: str, functions: Sequence[Function], request: ChatRequest, style: AnswerStyle
 ) -> None:
     """Raise InvalidRequest for what the model's format of calls cannot enforce."""
-    if choice not in ("none", "auto") and not functions:
-        raise InvalidRequest("tool_choice forces a call, but there are no tools", param="tool_choice")
     if choice not in ("none", "auto") and style.calls is None:
         raise InvalidRequest(
             "tool_choice can force a call only of a model whose format of calls is known; send auto",

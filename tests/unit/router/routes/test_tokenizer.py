@@ -166,7 +166,9 @@ MEMBERS: dict[str, list[Any]] = {
     "tool_choice": [
         "auto",
         "none",
+        "required",
         "x",
+        {"type": "function", "function": {"name": "g"}},
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "g"}}]}},
     ],
     "chat_template_kwargs": [
