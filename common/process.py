@@ -25,6 +25,7 @@ from common.errors import ConfigError, ModelError, NodeRefused, RankFailed
 from common.huge_pages import use_huge_pages
 from common.launch_record import launch_record
 from common.observability import logs
+from common.observability.failed_threads import failed_threads
 from common.observability.logs import Log
 from common.observability.loop_watchdog import loop_watchdog
 from common.observability.startup import StartupReporter
@@ -161,7 +162,7 @@ def run_node(
         with _ready_file(resolved, name) as ready, contextlib.ExitStack() as starting:
             starting.enter_context(reporter.watched(health.start_hang_timeout))
             build = import_build(resolved, name)
-            with reporter.times.counting():
+            with reporter.times.counting(), failed_threads(log, ends=True):
                 built = build(resolved, name, reporter, log)
 
             def started() -> None:
@@ -189,10 +190,11 @@ def run_node(
             gc.collect()
             gc.freeze()
             log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
-            built.start()
-            started()
-            with loop_watchdog(built.overdue, hung_limit, log):
-                built.run()
+            with failed_threads(log, ends=True):
+                built.start()
+                started()
+                with loop_watchdog(built.overdue, hung_limit, log):
+                    built.run()
         finally:
             starting.close()
             end_within(END_SECONDS)
