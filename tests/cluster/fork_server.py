@@ -32,6 +32,7 @@ from typing import BinaryIO, NoReturn, Protocol
 
 from tests.fakes import rank_forks
 from tests.fakes.network_namespace import enter_network
+from tests.fakes.text_fork_server import text_fork_program
 
 # typer imports parts of pydantic when it parses arguments.
 PRELOADED = (
@@ -42,7 +43,7 @@ PRELOADED = (
     "pydantic.type_adapter",
     "pydantic.fields",
 )
-TEXT_FORKS = ("-m", "tests.fakes.text_forks")  # spawn process of routers: it forks their text workers
+TEXT_FORKS = ("-m", "tests.fakes.text_forks")  # spawn process of routers in a network of their own
 MAX_BYTES = 65_536  # limit for one order
 MAX_DESCRIPTORS = 32
 
@@ -276,7 +277,8 @@ def main() -> None:
         if find_spec(name.partition(".")[0]) is not None:  # newer versions of typer do without pydantic
             import_module(name)
     build = import_module("router.build")
-    build.Spawner = partial(build.Spawner, TEXT_FORKS)  # type: ignore[attr-defined]
+    spawner = build.Spawner
+    build.Spawner = partial(spawner, text_fork_program())  # type: ignore[attr-defined]
     import_module("common.node.ranks.processes").subprocess = rank_forks  # type: ignore[attr-defined]
     # Huge pages of a fork would be a copy of most of the memory of this process, which takes up to two seconds.
     import_module("common.huge_pages").SECONDS = 0.0  # type: ignore[attr-defined]
@@ -285,6 +287,8 @@ def main() -> None:
     gc.freeze()
     order = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if order is not None:
+        if order.network is not None:  # the server is in another one
+            build.Spawner = partial(spawner, TEXT_FORKS)  # type: ignore[attr-defined]
         order.run()
 
 

@@ -47,9 +47,16 @@ PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_
 
 
 def with_children(process: Path) -> Iterator[Path]:
-    """Yield a process's directory in /proc, and those of its descendants."""
+    """Yield a process's directory in /proc, and those of its descendants.
+
+    The fork that a `text_fork_client` waits for counts as its child.
+    """
     yield process
     children: list[str] = []
+    with contextlib.suppress(OSError):
+        name, _, fork = (process / "comm").read_text().partition(" ")
+        if name == "fork":
+            children.append(fork.strip())
     for each in process.glob("task/*/children"):
         with contextlib.suppress(OSError):  # a thread that has just ended
             children += each.read_text().split()

@@ -38,7 +38,7 @@ from router.text.service import TextService, Workers
 from router.text.work import TextWork
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
-from tests.cluster.fork_server import TEXT_FORKS
+from tests.fakes.text_fork_server import text_fork_program
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
@@ -51,7 +51,7 @@ SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), D
 @pytest.fixture
 def text_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let whole routers fork their text workers, which take most of the time to start; text/ starts real ones."""
-    monkeypatch.setattr("router.build.Spawner", partial(Spawner, TEXT_FORKS))
+    monkeypatch.setattr("router.build.Spawner", partial(Spawner, text_fork_program()))
 
 
 @dataclass
