@@ -1,8 +1,8 @@
 """Rows that the ranks of a node exchange through memory that all of their GPUs map: sums, norms of them, and copies.
 
-One kernel does all of it (one-shot all-reduce): the program of a row writes it into the memory of every other rank,
-waits until the rows of the others are in its own memory, and adds all up in the order of the ranks, or copies them. No
-other program takes part, so a row never waits for another row.
+One kernel does all of it for few rows (one-shot all-reduce): the program of a row writes it into the memory of every
+other rank, waits until the rows of the others are in its own memory, and adds all up in the order of the ranks, or
+copies them. No other program takes part, so a row never waits for another row. More rows are summed by `peer_rows.py`.
 
 How rows travel: `peer_words.py`. The turns of rows lie in the memory, so that a graph may be replayed, as long as all
 ranks launch the same kernels in the same order.
@@ -235,7 +235,7 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
         for begin, end, width in ((start, middle, size), (middle, stop, stop - middle)):
             if end > begin:
                 part = given[begin:end].view(-1, width)
-                # One kernel for all widths, since there are rows of any number.
+                # One kernel for all widths: that of what is left depends on the number of rows.
                 _launch(part, sums[begin:end], memory, widest=size)
     return sums[:count].view(x.shape)
 

@@ -3,7 +3,7 @@
 Rows travel as words of 64 bits: 32 bits of data, and above them the number of the row's turn, by which the receiver
 sees that the word is new (NCCL's LL protocol has such words, too). A GPU writes and reads such a word as a whole, so
 neither side needs a fence or a flag that follows the data: a row takes the time of one write over the link, whatever
-the number of ranks. It costs twice the bytes, which is why large tensors are better given to another group.
+the number of ranks. It costs twice the bytes, which is why sums of many rows travel otherwise (`peer_rows.py`).
 
 A row has two places per sender, which its turns use alternately. A rank writes to a place again two turns later. Before
 that, in the turn between, it received a row from every other rank, whose kernel of the turn before had then ended, and

@@ -10,9 +10,7 @@ import json
 import os
 import signal
 import socketserver
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +34,6 @@ from tests.fakes.waiting import PATIENCE
 __all__ = ["small_disk"]
 
 RUNNER = CliRunner()
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster file, and a run directory with a path short enough for sockets."""
-    for name in list(os.environ):
-        if name.startswith("TANDEM_"):
-            monkeypatch.delenv(name)
-    with tempfile.TemporaryDirectory(prefix="td") as path:
-        (Path(path) / "c.yaml").write_text("model: {path: m}\nprocess: {run_dir: run}\n")
-        yield Path(path)
 
 
 def run(*arguments: str) -> Result:

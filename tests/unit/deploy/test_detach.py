@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,6 @@ from deploy.detached import SUPERVISOR_LOG
 from deploy.process_table import Table, table_path, write_table
 
 OTHER = 1 << 30  # no process has this pid
-
-
-@pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster file, and a run directory with a path short enough for sockets."""
-    for name in list(os.environ):
-        if name.startswith("TANDEM_"):
-            monkeypatch.delenv(name)
-    with tempfile.TemporaryDirectory(prefix="td") as path:
-        (Path(path) / "c.yaml").write_text("model: {path: m}\nprocess: {run_dir: run}\n")
-        yield Path(path)
 
 
 class StandIn:

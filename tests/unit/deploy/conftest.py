@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster file, and a run directory with a path short enough for sockets."""
+    for name in list(os.environ):
+        if name.startswith("TANDEM_"):
+            monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="td") as path:
+        (Path(path) / "c.yaml").write_text("model: {path: m}\nprocess: {run_dir: run}\n")
+        yield Path(path)
