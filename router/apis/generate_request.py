@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from common.errors import InvalidRequest
 from router.requests.constraint_fields import StructuredOutputs
@@ -16,13 +16,15 @@ from router.requests.openai_schema import MAX_PROMPTS, CacheSalt, CompletionRequ
 from router.requests.sampling_fields import SamplingFields
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
+MOST_TOKENS = 1 << 30  # more than any context leaves
 _ONE = "one prompt that is not in a list"
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """SGLang's `sampling_params`."""
 
-    max_new_tokens: int | None = None
+    # null means what the context leaves, and no value the default
+    max_new_tokens: int | None | UnsetType = UNSET
     min_new_tokens: int | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
@@ -127,9 +129,14 @@ _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
 class PromptsOfGenerate(CompletionRequest, frozen=True, kw_only=True):
     """A completions request with the default length of /generate."""
 
-    default_tokens: ClassVar[int | None] = DEFAULT_TOKENS
     native: ClassVar[bool] = True
     tells_steps: ClassVar[bool] = True
+
+    fills_context: bool = False  # the client sent null as the length
+
+    @property
+    def default_tokens(self) -> int:
+        return MOST_TOKENS if self.fills_context else DEFAULT_TOKENS
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +222,8 @@ def _completion(
         require_reasoning=request.require_reasoning,
         max_thinking_tokens=request.max_thinking_tokens,
         prompt=prompt,
-        **{name: getattr(sampling, own) for name, own in _SAMPLING.items()},
+        **{name: _given(getattr(sampling, own)) for name, own in _SAMPLING.items()},
+        fills_context=sampling.max_new_tokens is None,
         structured_outputs=None
         if sampling.structural_tag is None
         else StructuredOutputs(structural_tag=sampling.structural_tag),
@@ -228,6 +236,11 @@ def _completion(
         # completions take lower priorities first
         priority=None if request.priority is None else -request.priority,
     )
+
+
+def _given(value: Any) -> Any:
+    """Return a field's value; None if the client did not send it."""
+    return None if value is UNSET else value
 
 
 def _check_list(samplings: Sequence[GenerateSampling], prompts: int | None) -> None:

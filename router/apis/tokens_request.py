@@ -94,8 +94,11 @@ TOKENS_NAMES = {"prompt": "token_ids", **{name: f"sampling_params.{name}" for na
 class PromptOfTokens(CompletionRequest, frozen=True, kw_only=True):
     """A completions request whose answer has no text, and whose default length is that of chats."""
 
-    default_tokens: ClassVar[int | None] = None
     native: ClassVar[bool] = True
+
+    @property
+    def default_tokens(self) -> None:
+        return None
 
 
 class TokensTask(msgspec.Struct, frozen=True, kw_only=True):

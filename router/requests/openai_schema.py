@@ -109,7 +109,6 @@ class Message(msgspec.Struct, frozen=True):
 class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     """Fields of both endpoints."""
 
-    default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
     # True for routes of SGLang and vLLM whose answers have a form of their own.
     native: ClassVar[bool] = False
     tells_steps: ClassVar[bool] = False  # answers tell how many steps verified drafts
@@ -149,6 +148,11 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     prompt_embeds: Any = None
     lora_path: Any = None
 
+    @property
+    def default_tokens(self) -> int | None:
+        """The most tokens of an answer without `max_tokens`; None: what the model's settings or the context leave."""
+        return None
+
 
 class ChatRequest(SharedFields, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
@@ -185,8 +189,6 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
 class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
-    default_tokens: ClassVar[int | None] = 16  # as at OpenAI
-
     # one text, several texts, token ids, or lists of token ids: see `prompts`; `compact_completion` packs ids
     prompt: Text | list[Any]
     logprobs: int | None = None
@@ -194,6 +196,10 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     suffix: Any = None
     require_reasoning: bool | None = None  # SGLang: a constraint begins after the reasoning
     max_thinking_tokens: int | None = None  # SGLang's name for thinking_token_budget
+
+    @property
+    def default_tokens(self) -> int | None:
+        return 16  # as at OpenAI
 
 
 # field -> values that have no effect

@@ -146,6 +146,19 @@ async def test_defaults(rig: Rig) -> None:
     assert [asked.sampling.max_tokens for asked in rig.generator.requests] == [128, 6]
 
 
+@pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_a_length_of_null_is_what_the_context_leaves(rig: Rig, padding: int) -> None:
+    """As in SGLang, where only a request without the field has the default."""
+    rig.generator.will(*one_by_one(HELLO))
+    free, short = {"max_new_tokens": None}, {"max_new_tokens": 3}
+    for prompts, sampling in (([5] * 6, free), ([5] * 4090, free), ([[5] * 6, [5] * 7, [5]], [free, {}, short])):
+        raw = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode() + b" " * padding
+        status, answer, _ = await rig.post("/generate", raw)
+        assert status == 200, answer
+    asked = [(len(each.token_ids), each.sampling.max_tokens) for each in rig.generator.requests]
+    assert sorted(asked) == [(1, 3), (6, 4090), (6, 4090), (7, 128), (4090, 6)]
+
+
 async def test_a_higher_priority_goes_first_here(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     for priority in (3, -3, 0):
