@@ -287,7 +287,7 @@ class ControlPlane:
             if run.finish_reason is not None:
                 attempt.decode_over = True
             if run.stages is not None:
-                self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
+                self._dispatcher.timelines.anchor(run.room, identity, run.stages)
                 tokens = run.offset + len(run.tokens)
                 self._dispatcher.feedback.decoded(attempt, run.stages, tokens, run.accept_length)
             attempt.on_run(run)

@@ -56,8 +56,12 @@ class ChoiceReader:
                     self._usage.cached_tokens += delta.cached_tokens
                 piece = self._taken() or self._read(delta.tokens, delta.finish_reason)
                 piece.cached_tokens, piece.prompt_logprobs = delta.cached_tokens, delta.prompt_logprobs
-                piece.states, piece.steps = choice.request.states, choice.request.steps
-                stopped = text.finish_reason is not None and delta.finish_reason is None
+                piece.states = choice.request.states
+                if text.finish_reason is not None:
+                    piece.steps = choice.request.steps
+                    piece.steps.end(text.completion_tokens)
+                # A stop string may also end the text before the last token of the last delta.
+                stopped = text.finish_reason != delta.finish_reason
                 if stopped:
                     with suppress(AnswerComplete, StopAsyncIteration):
                         await deltas.athrow(AnswerComplete())  # frees the nodes

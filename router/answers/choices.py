@@ -13,7 +13,6 @@ from common.messages.generation import ThinkingLimit, TokenRules
 from router.answers.prompt_pieces import PromptOnly, ShownPrompt
 from router.dispatch.generation import GenerationRequest, PromptBatch, PromptImage
 from router.dispatch.shared_prompt import shares
-from router.dispatch.verified_steps import VerifiedSteps
 from router.http.client import cache_salt, client_key, session_key
 from router.http.errors import arrived_key, request_id_key
 from router.requests.checks import (
@@ -144,7 +143,6 @@ class ChoiceMaker:
                 arrived=request[arrived_key],
                 trace=trace if trace is None or not (prompt.index or choices) else trace.sibling(),
                 states=answer_states(body, model.states, len(tokens), own.max_tokens),
-                steps=VerifiedSteps() if body.tells_steps else None,
                 known_as=tuple(others),
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)

@@ -65,7 +65,7 @@ class AnswerPiece(msgspec.Struct):
     # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
     states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
-    # The steps that verified drafts of the choice; None where its answer does not tell them.
+    # In the last piece: the steps that verified drafts of the choice.
     steps: VerifiedSteps | None = None
 
 

@@ -167,10 +167,9 @@ class GenerateForm:
             choice.states = None if aborted else piece.states
             choice.finish = _finish(piece, choice)
             choice.end["e2e_latency"] = round(self._clock() - self._started, 6)
-            steps, given = piece.steps.among(len(choice.ids)) if piece.steps is not None else (0, 0)
-            if steps:
-                choice.end["spec_verify_ct"] = steps
-                choice.end["spec_accept_length"] = round(given / steps, 6)
+            if piece.steps is not None and piece.steps.accept_length is not None:
+                choice.end["spec_verify_ct"] = piece.steps.count
+                choice.end["spec_accept_length"] = round(piece.steps.accept_length, 6)
         return choice
 
     def _add_prompt(self, choice: _Choice, tokens: Sequence[OutputToken]) -> None:

@@ -24,7 +24,7 @@ class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """SGLang's `sampling_params`."""
 
     # null means what the context leaves, and no value the default
-    max_new_tokens: int | None | UnsetType = UNSET
+    max_new_tokens: int | UnsetType | None = UNSET
     min_new_tokens: int | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
@@ -130,7 +130,6 @@ class PromptsOfGenerate(CompletionRequest, frozen=True, kw_only=True):
     """A completions request with the default length of /generate."""
 
     native: ClassVar[bool] = True
-    tells_steps: ClassVar[bool] = True
 
     fills_context: bool = False  # the client sent null as the length
 

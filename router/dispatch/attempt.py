@@ -61,7 +61,7 @@ class Attempt(msgspec.Struct, eq=False):
     expected: ExpectedCache = NOTHING_CACHED  # what its nodes were believed to hold of the prompt
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     states: AnswerStates | None = None  # collects the hidden states that the client asks for
-    steps: VerifiedSteps | None = None  # collects the steps that verified drafts, where the answer tells them
+    steps: VerifiedSteps = field(default_factory=VerifiedSteps)  # collects the steps that verified drafts
     prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed over the pages
@@ -135,7 +135,7 @@ class Attempt(msgspec.Struct, eq=False):
             and len(run.tokens) <= MAX_DIRECT
             and self.direct(run.tokens)
         ):
-            if run.verified and self.steps is not None:
+            if run.verified:
                 self.steps.add(self.emitted + run.offset, len(run.tokens))
             return
         self._append(run)
@@ -190,7 +190,7 @@ class Attempt(msgspec.Struct, eq=False):
     def _append(self, run: TokenRun) -> None:
         fresh = run.tokens[self.next_offset - run.offset :]
         self.pending.extend(fresh)
-        if run.verified and fresh and self.steps is not None:
+        if run.verified and fresh:
             self.steps.add(self.emitted + self.next_offset, len(fresh))
         self.next_offset += len(fresh)
         if run.finish_reason is not None:

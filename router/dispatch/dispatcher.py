@@ -214,6 +214,7 @@ class Dispatcher:
                 ended = "sibling failed" if request.batch.failed else "client gone"
                 timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
+            timeline.accept_length = request.steps.accept_length
             tokens = len(flight.delivered)
             if self._events.records:
                 self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)

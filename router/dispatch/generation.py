@@ -52,7 +52,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     arrived: float | None = None  # monotonic seconds at which its HTTP request arrived
     trace: TraceContext | None = None  # None: not traced
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
-    steps: VerifiedSteps | None = None  # collects the steps that verified drafts; None: not told
+    steps: VerifiedSteps = msgspec.field(default_factory=VerifiedSteps)  # collects those that verified drafts
     # Other ids under which its client may abort it: those of its prompt and of the HTTP request.
     known_as: tuple[str, ...] = ()
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 
 class VerifiedSteps:
-    """Collects steps in the order of their tokens. An answer may end before the last of them, at a stop string."""
+    """Collects steps in the order of their tokens."""
 
     def __init__(self) -> None:
         # The places in the answer of the first token of each step, and after its last one.
@@ -19,8 +19,18 @@ class VerifiedSteps:
         self._starts.append(start)
         self._ends.append(start + tokens)
 
-    def among(self, tokens: int) -> tuple[int, int]:
-        """Return how many steps gave some of the first `tokens` tokens of the answer, and how many of these."""
-        steps = bisect_left(self._starts, tokens)
-        given = sum(self._ends[:steps]) - sum(self._starts[:steps])
-        return steps, given - (max(self._ends[steps - 1] - tokens, 0) if steps else 0)
+    def end(self, tokens: int) -> None:
+        """Drop what follows the first `tokens` tokens: a stop string may end an answer in the middle of a step."""
+        kept = bisect_left(self._starts, tokens)
+        del self._starts[kept:], self._ends[kept:]
+        if kept:
+            self._ends[-1] = min(self._ends[-1], tokens)
+
+    @property
+    def count(self) -> int:
+        return len(self._starts)
+
+    @property
+    def accept_length(self) -> float | None:
+        """The average number of tokens that a step gave; None if there was no step."""
+        return (sum(self._ends) - sum(self._starts)) / self.count if self._starts else None

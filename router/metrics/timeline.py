@@ -30,7 +30,8 @@ class Timeline:
         self.nodes: list[dict[str, str]] = []  # node names of each attempt
         self.outcome = "running"
         self.trace: TraceContext | None = None  # None: not traced
-        self.accept_length: float | None = None  # in the final attempt, if it used speculative decoding
+        # Tokens per step that verified drafts, over all attempts; None without such steps, and until it is over.
+        self.accept_length: float | None = None
 
     @classmethod
     def entered(
@@ -133,16 +134,12 @@ class Timelines:
             while len(self._closed) > KEPT:
                 self._closed.popitem(last=False)
 
-    def anchor(
-        self, room: int, incarnation: str, stages: Mapping[str, float], accept_length: float | None = None
-    ) -> None:
+    def anchor(self, room: int, incarnation: str, stages: Mapping[str, float]) -> None:
         """Add the stages that a node reports. Rooms of other nodes are ignored."""
         placed = self._open.get(room) or self._closed.get(room)
         if placed is not None and incarnation in (placed.prefill, placed.decode):
             prefix = "prefill" if incarnation == placed.prefill else "decode"
             placed.timeline.anchor(placed.attempt, stages, prefix, placed.at)
-            if accept_length is not None:
-                placed.timeline.accept_length = accept_length
 
     def add(self, timeline: Timeline) -> None:
         self._recent[timeline.request_id] = timeline

@@ -111,7 +111,6 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
 
     # True for routes of SGLang and vLLM whose answers have a form of their own.
     native: ClassVar[bool] = False
-    tells_steps: ClassVar[bool] = False  # answers tell how many steps verified drafts
 
     model: str | None = None
     request_id: RequestId | None = None  # vLLM: the request's id, unless a header has one

@@ -47,7 +47,7 @@ async def test_tokens_of_reasoning(cluster: RunningCluster) -> None:
 
 
 async def test_a_stop_string_leaves_the_figures_of_speculation(cluster: RunningCluster) -> None:
-    """A stop string ends the answer at the router; tokens and steps past it do not count."""
+    """A stop string ends the answer at the router; tokens and steps past it do not count, also in /requests."""
     async with aiohttp.ClientSession(cluster.url) as session:
         prompt = (await post(session, "/tokenize", messages=MESSAGES))["tokens"]
         whole = await post(session, "/generate", input_ids=prompt, sampling_params=GREEDY)
@@ -59,6 +59,11 @@ async def test_a_stop_string_leaves_the_figures_of_speculation(cluster: RunningC
             assert answer["text"] == text[: text.index(stop)]
             assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
             found.append(answer["meta_info"])
+        for meta in found:
+            async with session.get(f"/requests/{meta['id']}") as response:
+                timeline = await response.json()
+            assert timeline["outcome"] == "stop"
+            assert timeline["accept_length"] == round(meta["spec_accept_length"], 3)
     rounds = [meta["spec_verify_ct"] for meta in found]
     assert rounds == sorted(rounds, reverse=True)
     assert rounds[0] > rounds[-1] > 0

@@ -121,6 +121,19 @@ async def test_a_stop_string_that_is_completed_in_between_ends_the_answer() -> N
     assert usage.completion_tokens == 6, "tokens after the stop string do not count"
 
 
+@pytest.mark.parametrize("stop", ["b", "ef", "ij"])
+async def test_a_stop_string_in_any_delta_ends_the_steps_where_it_ends_the_text(stop: str) -> None:
+    """The generator hears of it in the last delta, too: the answer stops and has not reached its greatest length."""
+    asked, generator = choice(stops=(stop,)), Offering([1, 2, 3, 5])
+    for start, tokens in ((1, 2), (3, 3), (6, 5)):
+        asked.request.steps.add(start, tokens)
+    usage = await read(generator, [asked], Sink())
+    assert generator.ended == ["stopped"]
+    count = {"b": 1, "ef": 2, "ij": 3}[stop]
+    given = usage.completion_tokens - 1
+    assert (asked.request.steps.count, asked.request.steps.accept_length) == (count, given / count)
+
+
 @pytest.mark.parametrize("error", [InternalError("a pattern takes too long"), ZeroDivisionError("a defect")])
 async def test_an_error_of_the_sink_reaches_the_task(error: Exception) -> None:
     with pytest.raises(type(error)):

@@ -78,7 +78,6 @@ async def test_steps_that_verified_drafts(serve: Serve, padding: int) -> None:
     async def generate(
         request: GenerationRequest, take_now: TakeNow = take_nothing
     ) -> AsyncIterator[TokenDelta]:
-        assert request.steps is not None
         for start, tokens in ((1, 3), (5, 2), (7, 1)):
             request.steps.add(start, tokens)
         async for each in scripted(request, take_now):
@@ -151,7 +150,11 @@ async def test_a_length_of_null_is_what_the_context_leaves(rig: Rig, padding: in
     """As in SGLang, where only a request without the field has the default."""
     rig.generator.will(*one_by_one(HELLO))
     free, short = {"max_new_tokens": None}, {"max_new_tokens": 3}
-    for prompts, sampling in (([5] * 6, free), ([5] * 4090, free), ([[5] * 6, [5] * 7, [5]], [free, {}, short])):
+    for prompts, sampling in (
+        ([5] * 6, free),
+        ([5] * 4090, free),
+        ([[5] * 6, [5] * 7, [5]], [free, {}, short]),
+    ):
         raw = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode() + b" " * padding
         status, answer, _ = await rig.post("/generate", raw)
         assert status == 200, answer

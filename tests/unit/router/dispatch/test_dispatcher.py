@@ -22,7 +22,7 @@ from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
-from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
+from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone, TokenRun, Tokens
 from router.dispatch.generation import AnswerComplete, GenerationRequest, PromptBatch
 from router.dispatch.retry_budget import BURST
 from tests.fakes.clock import Clock
@@ -393,6 +393,28 @@ async def test_a_reader_that_stops_early_on_purpose_is_no_lost_client() -> None:
         report = rig.dispatcher.timelines.get("r9")
         assert report is not None
         assert report["outcome"] == "stop"
+
+
+async def test_the_accept_length_of_an_answer_that_a_stop_string_ends() -> None:
+    """It is that of the answer, although the decode node has not reported any and has sent more tokens."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        request = _request()
+        deltas = rig.dispatcher.generate(request)
+        first = asyncio.ensure_future(anext(deltas))
+        _, prompt = await legs(prefill, decode)
+        first_token(prefill, prompt.room, 50)
+        await first
+        decode.say(
+            Tokens(runs=[TokenRun(prompt.room, 1, [OutputToken(each) for each in range(4)], verified=True)])
+        )
+        await anext(deltas)
+        request.steps.end(3)
+        with pytest.raises(StopAsyncIteration):
+            await deltas.athrow(AnswerComplete())
+        report = rig.dispatcher.timelines.get("r9")
+        assert report is not None
+        assert report["accept_length"] == 2.0
 
 
 async def test_leaving_while_a_retry_waits_for_a_node() -> None:

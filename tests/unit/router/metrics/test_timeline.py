@@ -39,16 +39,6 @@ def test_stages_of_nodes_are_anchored_at_their_own_attempt() -> None:
     assert timeline.report()["stages"]["prefill.record_sent"] == 6.0
 
 
-def test_the_accept_length_of_the_attempt_that_ended_it() -> None:
-    timelines = Timelines()
-    timeline = Timeline("r", 100.0)
-    timelines.open(1, timeline, 101.0, "p", "d")
-    timelines.anchor(1, "d", {"first_decode": 0.5})
-    assert "accept_length" not in timeline.report()
-    timelines.anchor(1, "d", {"finished": 0.5}, 2.34567)
-    assert timeline.report()["accept_length"] == 2.346
-
-
 def test_only_the_nodes_of_a_room_are_heard() -> None:
     timelines = Timelines()
     timeline = Timeline("r", 100.0)
