@@ -69,11 +69,12 @@ class Outbound:
     failure: tuple[str, str] | None = None  # code, reason
     abort_asked: bool = False
     bytes_written: int = 0  # that have landed
+    moved_at: float = 0.0  # when bytes moved last, or when the oldest outstanding write was posted
+    _given_up_at: float | None = None  # when it was first looked at after it had been given up
     _checksums: list[Sequence[int]] = field(default_factory=list)  # per write that has landed
     _posted: list[PostedWrite] = field(default_factory=list)
     _record: HandoffRecord | None = None
     _moved: int = -1  # latest value of endpoint.progress
-    _moved_at: float = 0.0
 
     @property
     def waits_since(self) -> float:
@@ -151,7 +152,7 @@ class Outbound:
             if posted.rest is not None and posted.first + posted.count <= end:
                 posted.add(posted.rest())
                 if posted is self._posted[0]:
-                    self._moved_at = now
+                    self.moved_at = now
 
     def _next(self, src_pages: Sequence[int], first: int) -> PageList | None:
         """Count these pages as posted and return them; None if there are none or the room is lost."""
@@ -232,7 +233,7 @@ class Outbound:
         if self.state is not SendState.DRAINING and not self.ended:
             self._check_time(now)
         if self.state is SendState.DRAINING:
-            self._settle(messages)
+            self._settle(messages, now)
         return messages
 
     def _reap(self, messages: list[ToReceiver], now: float) -> None:
@@ -249,7 +250,7 @@ class Outbound:
                     TransferFailed.code, f"a write to the decode node failed ({cause or 'no reason known'})"
                 )
                 return
-            self._moved_at = now
+            self.moved_at = now
             self.counters.bytes_written += head.nbytes
             self.bytes_written += head.nbytes
             messages.extend(self._landed(head))
@@ -291,7 +292,7 @@ class Outbound:
 
     def _post(self, write: PostedWrite, now: float) -> None:
         if not self._posted:
-            self._moved_at = now
+            self.moved_at = now
         self._posted.append(write)
 
     def _check_time(self, now: float) -> None:
@@ -306,21 +307,35 @@ class Outbound:
         elif self._posted and self._posted[0].rest is None and self.peer is not None:
             moved = self.endpoint.progress(self.peer.memory)
             if moved != self._moved:
-                self._moved, self._moved_at = moved, now
-            elif now - self._moved_at >= self.limits.stall_timeout:
+                self._moved, self.moved_at = moved, now
+            elif now - self.moved_at >= self.limits.stall_timeout:
                 self.counters.stalled += 1
                 self.give_up(
                     TransferFailed.code,
                     f"no byte reached the decode node for {self.limits.stall_timeout:g} s",
                 )
 
-    def _settle(self, messages: list[ToReceiver]) -> None:
-        """Send the final message once no write is outstanding; a write that never settles leaves the room poisoned."""
+    def _settle(self, messages: list[ToReceiver], now: float) -> None:
+        """Send the final message once no write is outstanding.
+
+        Writes that are outstanding for stall_timeout more are abandoned, if the transport can: then the room ends here,
+        and the decode node, which asks again and again, gets its answer when they have ended. Otherwise a write that
+        never settles leaves the room poisoned.
+        """
+        if self._given_up_at is None:
+            self._given_up_at = now
+        late = now - self._given_up_at >= self.limits.stall_timeout
+        for posted in self._posted:
+            if late and not posted.shared:
+                for ticket in posted.tickets:
+                    self.endpoint.abandon(ticket)
         self._posted = [each for each in self._posted if self._outcome(each) is WriteState.PENDING]
         if self._posted:
             return
         self._go(SendState.LOST)
-        if self.slots is None or self.failure is None:
+        if self.slots is None or self.peer is None or self.failure is None:
+            return
+        if not self.endpoint.writes_ended(self.peer.incarnation, self.slots.generation):
             return
         if self.abort_asked:
             messages.append(AbortAck(self.room, self.slots.generation))

@@ -62,6 +62,11 @@ class OutboundRoom:
         return all(part.settled for part in self.parts)
 
     @property
+    def moved_at(self) -> float:
+        """Time at which bytes of any part moved last, or the oldest outstanding write of a part was posted."""
+        return max(part.moved_at for part in self.parts)
+
+    @property
     def draining(self) -> bool:
         """True if the room failed; its writes may be outstanding."""
         return self.failure is not None

@@ -16,6 +16,7 @@ from common.errors import (
 from common.kv_cache.pool_layout import PoolLayout
 from common.messages.identity import rank_incarnation
 from kv_transfer import messages
+from kv_transfer.busy_rooms import BusyRooms
 from kv_transfer.counters import SenderCounters
 from kv_transfer.early_slots import NO_PROMPT, EarlySlots
 from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLost
@@ -57,8 +58,7 @@ class Sender:
         if endpoint.layout != layout:
             raise ValueError("the endpoint was registered with another layout")
         self.counters = SenderCounters()
-        self._incarnation = rank_incarnation(incarnation, layout.tp_rank)
-        self._node = node
+        self._incarnation, self._node = rank_incarnation(incarnation, layout.tp_rank), node
         self.addresses: tuple[str, ...] = ()  # rank 0: of the peer sockets of all ranks; set at start
         self.endpoint = endpoint
         self._send = send
@@ -66,7 +66,7 @@ class Sender:
         self._limits = limits
         self._process = process.current()
         self.rooms: dict[int, OutboundRoom] = {}
-        self._busy: dict[int, OutboundRoom] = {}  # rooms that every poll has to advance
+        self._busy = BusyRooms(clock)
         self.alarms = RoomAlarms(self.rooms)  # of the other rooms
         self._events: list[SenderEvent] = []
         self.early = EarlySlots(limits, clock)
@@ -84,14 +84,14 @@ class Sender:
         return len(self.rooms)
 
     @property
-    def writing(self) -> bool:
-        """True while some write may not have settled: poll again soon, since no message announces the end."""
-        return any(not room.settled for room in self._busy.values())
+    def poll_interval(self) -> float | None:
+        """Seconds after which to poll again, since no message announces the end of a write; None if all settled."""
+        return self._busy.poll_interval
 
     @property
     def draining(self) -> int:
         """Number of rooms that ended with unsettled writes; one that stays here is poisoned."""
-        return sum(room.draining for room in self._busy.values())
+        return self._busy.draining
 
     # ---- called by the prefill node
 
@@ -179,7 +179,7 @@ class Sender:
     def poll(self) -> list[SenderEvent]:
         """Advance the rooms that have something to do; return the events since the last call."""
         self.heartbeats.send_due()
-        for room in list(self._busy):
+        for room in self._busy:
             self._advance(room)
         for due in self.alarms.due(now := self._clock()):
             self._advance(due.room)
@@ -259,7 +259,7 @@ class Sender:
             self.counters.invalid_slots += 1
             self._decline(peer, slots, TransferFailed.code, f"slots refused: {rejected}")
         elif aborted is not None and who == peer.incarnation and aborted.generation >= slots.generation:
-            self._notify(peer.identity, AbortAck(room, slots.generation))
+            self._acknowledge(peer.identity, who, AbortAck(room, slots.generation))
         elif expected is not None:
             self._grant(expected, peer, slots, self._clock())
         else:
@@ -305,8 +305,12 @@ class Sender:
             if expected is not None and part is not None and part.slots is None:
                 expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
-        if self.endpoint.writes_ended(incarnation):  # else the decode node asks again
-            self._notify(identity, AbortAck(abort.room, abort.generation))
+        self._acknowledge(identity, incarnation, AbortAck(abort.room, abort.generation))
+
+    def _acknowledge(self, identity: bytes, incarnation: str, ack: AbortAck) -> None:
+        """Confirm that nothing of a generation lands any more. While something may, the decode node asks again."""
+        if self.endpoint.writes_ended(incarnation, ack.generation):
+            self._notify(identity, ack)
 
     # ---- state changes and messages to decode nodes
 
@@ -340,13 +344,10 @@ class Sender:
             room.give_up(*failure)
             self._advance_parts(room)
         if not room.ended:
-            if room.busy:
-                self._busy[number] = room
-            else:
-                self._busy.pop(number, None)
+            self._busy.update(room)
             return
         del self.rooms[number]
-        self._busy.pop(number, None)
+        self._busy.update(room)
         if failure is None:
             self.counters.room_delivered(room.bytes_written)
             self._events.append(Delivered(number))
@@ -365,9 +366,7 @@ class Sender:
         """Arrange for the room to be advanced: in every poll if it is busy, else at its alarm."""
         if room.ended:
             return
-        if room.busy:
-            self._busy[room.room] = room
-        else:
+        if not self._busy.update(room):
             self.alarms.add(room)
 
     def _drop(self, peer: Peer, reason: str) -> None:
@@ -380,8 +379,8 @@ class Sender:
             self._advance(room.room)
 
     def _decline(self, peer: Peer, slots: Slots, code: str, reason: str) -> None:
-        """Tell the decode node that nothing was or will be written for this generation."""
-        if not peer.lost:
+        """Tell the decode node that nothing is or will be written for this generation, unless something may land."""
+        if not peer.lost and self.endpoint.writes_ended(peer.incarnation, slots.generation):
             self._notify(peer.identity, SenderFailed(slots.room, slots.generation, code[:64], reason[:4096]))
 
     def _refuse(self, identity: bytes, refusal: Refusal) -> None:

@@ -194,12 +194,14 @@ class PrefillNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        if self._sender.writing:
-            # No message announces the end of a write, and a decode node waits for the record that follows the last.
-            time.sleep(WATCH_INTERVAL)
+        # No message announces the end of a write, and a decode node waits for the record that follows the last.
+        interval = self._sender.poll_interval
+        wait_ms = IDLE_WAIT_MS if interval is None else int(interval * 1000)
+        if interval is not None and not wait_ms:  # shorter than a poller can wait
+            time.sleep(interval)
             return
         busy = self._images.busy or self.queues.compiling or self._tier.busy
-        self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
+        self._poller.poll(BUSY_WAIT_MS if busy else wait_ms)
 
     # -- handlers of NodeLife ----------------------------------------------------------------------------------
 

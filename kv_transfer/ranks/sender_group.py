@@ -96,9 +96,9 @@ class SenderGroup:
         return len(self._rooms)
 
     @property
-    def writing(self) -> bool:
-        """True if the node has to poll again soon: for a write of rank 0, or for events that `slots` has caused."""
-        return self._local.writing or bool(self._events)
+    def poll_interval(self) -> float | None:
+        """Seconds after which to poll again: for a write of rank 0, or at once for events that `slots` has caused."""
+        return 0.0 if self._events else self._local.poll_interval
 
     @property
     def descriptors(self) -> Sequence[int]:

@@ -55,7 +55,7 @@ class SenderRank:
     @property
     def busy(self) -> bool:
         """True while writes or orders wait for something that no frame announces."""
-        return self.ordered or self._sender.writing
+        return self.ordered or self._sender.poll_interval is not None
 
     @property
     def ordered(self) -> bool:

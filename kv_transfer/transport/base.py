@@ -207,6 +207,14 @@ class SenderEndpoint(_OwnPool, ABC):
         """Drop what has not started yet, if the transport can; the ticket still has to settle."""
         del ticket
 
+    def abandon(self, ticket: Ticket) -> None:
+        """Report a write as FAILED that does not end, if the transport can neither stop it nor bound its time.
+
+        Its bytes may land later, and its source may be read: `writes_ended` returns False for its generation until it
+        has ended. Without this the room waits for its ticket.
+        """
+        del ticket
+
     @abstractmethod
     def progress(self, peer: PeerMemory) -> int:
         """Return the number of bytes that have landed at this peer so far; it is constant only if nothing moves."""
@@ -220,9 +228,13 @@ class SenderEndpoint(_OwnPool, ABC):
     def detach(self, peer: PeerMemory) -> None:
         """Release the peer's memory. Afterwards all its tickets are settled, unless `writes_ended` returns False."""
 
-    def writes_ended(self, incarnation: str) -> bool:
-        """Return False while writes to this decode node that `detach` could not stop may still land."""
-        del incarnation
+    def writes_ended(self, incarnation: str, generation: int | None = None) -> bool:
+        """Return False while writes to this decode node may still land although their tickets have settled.
+
+        Without `generation` that is about those that `detach` could not stop; with it about those of this generation,
+        abandoned ones included.
+        """
+        del incarnation, generation
         return True
 
     @abstractmethod

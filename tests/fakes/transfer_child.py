@@ -126,7 +126,7 @@ class SenderChild:
         poller.register(self.frames, zmq.POLLIN)
         poller.register(self.commands, zmq.POLLIN)
         while os.getppid() == parent:
-            ready = dict(poller.poll(0 if self.sender.writing else 2))
+            ready = dict(poller.poll(0 if self.sender.poll_interval is not None else 2))
             if self.frames in ready:
                 self.sender.handle(b"decode-0", self.frames.recv())
             if self.commands in ready:

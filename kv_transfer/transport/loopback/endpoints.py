@@ -76,6 +76,7 @@ class Fabric:
     observers: list[Observer] = field(default_factory=list)  # called before bytes land
     receivers: dict[str, LoopbackReceiver] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)  # incarnations of senders
+    abandons: bool = False  # tickets of writes that do not end may settle before them, as with nixl
     attached: list[_Attached] = field(default_factory=list)
     writes: int = 0
 
@@ -113,7 +114,7 @@ class Fabric:
     def _land(self, write: _LoopbackWrite) -> None:
         receiver = write.memory.receiver
         if receiver.fencing and write.generation not in receiver.windows:
-            write.state = WriteState.FAILED
+            self._settle(write, WriteState.FAILED)
             return
         pieces = {"drop": [], "truncate": _half(write.pieces), "fail": _half(write.pieces)}.get(
             write.damage, write.pieces
@@ -129,7 +130,11 @@ class Fabric:
                     observer(incarnation, write.region, offset, len(data), write.generation)
                 region[offset : offset + len(data)] = data
         write.memory.moved += sum(len(data) for _, data in pieces)
-        write.state = WriteState.FAILED if write.damage == "fail" else WriteState.DONE
+        self._settle(write, WriteState.FAILED if write.damage == "fail" else WriteState.DONE)
+
+    def _settle(self, write: _LoopbackWrite, state: WriteState) -> None:
+        if write.state is WriteState.PENDING:
+            write.state = state
 
 
 class LoopbackSender(HostEndpoint):
@@ -168,6 +173,20 @@ class LoopbackSender(HostEndpoint):
     def progress(self, peer: PeerMemory) -> int:
         assert isinstance(peer, _Attached)
         return peer.moved
+
+    def abandon(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _LoopbackWrite)
+        if self.fabric.abandons and ticket.state is WriteState.PENDING:
+            ticket.state = WriteState.FAILED
+
+    def writes_ended(self, incarnation: str, generation: int | None = None) -> bool:
+        self.fabric.advance()
+        return generation is None or not any(
+            write.generation == generation
+            for memory in self.fabric.attached
+            if memory.sender is self and memory.target.incarnation == incarnation
+            for write in memory.pending
+        )
 
     def detach(self, peer: PeerMemory) -> None:
         assert isinstance(peer, _Attached)

@@ -128,10 +128,13 @@ class NixlSender(SenderEndpoint):
             raise HandshakeRefused(f"its memory is not what it registered with NIXL ({error})") from None
         self._agent.connect(name)
 
-    def writes_ended(self, incarnation: str) -> bool:
-        """Return False while a peer of this incarnation is detached and transfers to it have not ended."""
+    def writes_ended(self, incarnation: str, generation: int | None = None) -> bool:
+        """Return False while transfers to this peer run: any if it is detached, else those of this generation."""
         self._collect()
-        return all(peer.attached or peer.target.incarnation != incarnation for peer in self._peers)
+        theirs = [peer for peer in self._peers if peer.target.incarnation == incarnation]
+        if generation is None:
+            return all(peer.attached for peer in theirs)
+        return all(write.generation != generation for peer in theirs for write in peer.open)
 
     def detach(self, peer: PeerMemory) -> None:
         """Fail its tickets. NIXL cannot stop a transfer, so `writes_ended` says when the last one has ended."""
@@ -145,7 +148,7 @@ class NixlSender(SenderEndpoint):
 
     @property
     def busy(self) -> bool:
-        """True while transfers are running, so that UCX is driven often."""
+        """True while somebody waits for transfers, so that UCX is driven often."""
         return self._progress is not None and self._progress.is_busy
 
     def close(self) -> None:
@@ -191,13 +194,15 @@ class NixlSender(SenderEndpoint):
         ours, theirs = numbers(self.layout, src_pages), numbers(dst, pages.dst_pages)
         sizes = [plane.page_bytes for plane in self.layout.planes]
         lengths = np.repeat(np.array(sizes, dtype=np.int64), len(src_pages))
-        write = self._post(peer, (self._own, ours), (peer.pages[1], theirs), lengths, nothing, mark)
+        write = Write(peer, nothing, pages.generation, mark)
+        self._post(write, (self._own, ours), (peer.pages[1], theirs), lengths)
         return PageWrite(write, nbytes, digests)
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         """Execute copies of any shape; `write_pages` is the fast path."""
         assert isinstance(peer, Remote)
-        return self._write(peer, self._block, peer.kv, list(single_rows(copies)), nothing)
+        write = Write(peer, nothing, generation)
+        return self._write(write, self._block, peer.kv, list(single_rows(copies)))
 
     def write_record(self, peer: PeerMemory, offset: int, data: bytes, generation: int) -> Ticket:
         assert isinstance(peer, Remote)
@@ -209,17 +214,12 @@ class NixlSender(SenderEndpoint):
             return failed(peer, error)
         view, span = slot
         view[: len(data)] = data
-        copy = Copy(0, offset, len(data))
-        return self._write(peer, span, peer.records, [copy], lambda: self._staging.give_back(slot))
+        write = Write(peer, lambda: self._staging.give_back(slot), generation)
+        return self._write(write, span, peer.records, [Copy(0, offset, len(data))])
 
-    def _write(
-        self,
-        peer: Remote,
-        ours: MemorySpan,
-        theirs: MemorySpan,
-        copies: Sequence[Copy],
-        release: Callable[[], None],
-    ) -> Ticket:
+    def _write(self, write: Write, ours: MemorySpan, theirs: MemorySpan, copies: Sequence[Copy]) -> Ticket:
+        """Post `copies` of `ours` to `theirs` as `write`, and return it or a failed write."""
+        peer, release = write.peer, write.release
         prepared: list[Any] = []
 
         def forget() -> None:
@@ -229,6 +229,7 @@ class NixlSender(SenderEndpoint):
 
         if not copies:
             return Write(peer, nothing, state=WriteState.DONE)
+        write.release = forget
         try:
             self._use(peer)
             rows = [Rows(ours.address + copy.src, copy.length, 1) for copy in copies]
@@ -240,7 +241,8 @@ class NixlSender(SenderEndpoint):
             return failed(peer, error)
         order = np.arange(len(copies), dtype=np.int32)
         lengths = np.array([copy.length for copy in copies], dtype=np.int64)
-        return self._post(peer, (prepared[0], order), (prepared[1], order), lengths, forget)
+        self._post(write, (prepared[0], order), (prepared[1], order), lengths)
+        return write
 
     def _use(self, peer: Remote) -> None:
         """Check that the peer can be written to; after a fault, add its agent again.
@@ -260,16 +262,13 @@ class NixlSender(SenderEndpoint):
 
     def _post(
         self,
-        peer: Remote,
+        write: Write,
         ours: tuple[Any, NDArray[np.int32]],
         theirs: tuple[Any, NDArray[np.int32]],
         lengths: NDArray[np.int64],
-        release: Callable[[], None],
-        mark: Mark | None = None,
-    ) -> Write:
+    ) -> None:
         """Post transfers of at most max_inflight_bytes or one piece, each of which counts as progress when it lands."""
-        write = Write(peer, release, mark)
-        peer.open.append(write)
+        write.peer.open.append(write)
         for start, end, nbytes in cuts(lengths, self._limits.max_inflight_bytes):
             try:
                 operation = self._agent.write(ours[0], ours[1][start:end], theirs[0], theirs[1][start:end])
@@ -279,7 +278,6 @@ class NixlSender(SenderEndpoint):
             write.parts.append(RunningTransfer(operation, nbytes))
         self._settle(write)
         self._go()
-        return write
 
     # ---- completion
 
@@ -289,6 +287,13 @@ class NixlSender(SenderEndpoint):
             self._settle(ticket)
             self._go()
         return ticket.state
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Fail the ticket. Its transfers go on, driven as seldom as without any, and count until they have ended."""
+        assert isinstance(ticket, Write)
+        if ticket.state is WriteState.PENDING:
+            ticket.state = WriteState.FAILED
+            self._go()
 
     def progress(self, peer: PeerMemory) -> int:
         assert isinstance(peer, Remote)
@@ -350,7 +355,8 @@ class NixlSender(SenderEndpoint):
 
     def _go(self) -> None:
         if self._progress is not None:
-            self._progress.busy(any(peer.open for peer in self._peers))
+            writes = (write for peer in self._peers for write in peer.open)
+            self._progress.busy(any(write.state is WriteState.PENDING for write in writes))
 
 
 def make_sender(setup: SenderSetup[NixlOptions]) -> NixlSender:

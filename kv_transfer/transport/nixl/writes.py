@@ -46,6 +46,7 @@ class RunningTransfer:
 class Write(Ticket):
     peer: Remote
     release: Callable[[], None]  # returns the resources of its transfers
+    generation: int = 0  # 0: nothing was posted
     mark: Mark | None = None  # after which the checksums are readable
     parts: list[RunningTransfer] = field(default_factory=list)
     faulty: bool = False

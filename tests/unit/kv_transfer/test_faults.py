@@ -591,7 +591,8 @@ def test_a_stalled_write_is_given_up_but_not_settled() -> None:
     rig.prefill.poll()
     rig.clock.now += LIMITS.stall_timeout
     assert rig.prefill.poll() == []
-    assert (rig.sender.counters.stalled, rig.sender.draining, rig.sender.writing) == (1, 1, True)
+    assert (rig.sender.counters.stalled, rig.sender.draining) == (1, 1)
+    assert rig.sender.poll_interval is not None
     assert all(not isinstance(said, SenderFailed) for said in rig.answers())
     rig.sender.peer_lost(rig.decode.incarnation)  # releasing the memory settles it
     (lost,) = rig.prefill.poll()

@@ -126,7 +126,7 @@ def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
     assert same_pages(prefill, [1, 2, 8], decode, [9, 3, 4])
     decode.receiver.close(5)
     assert (prefill.sender.active, decode.receiver.active, decode.receiver.quarantined_pages) == (0, 0, 0)
-    assert not prefill.sender.writing
+    assert prefill.sender.poll_interval is None
     assert (prefill.sender.counters.pages_written, prefill.sender.counters.delivered) == (3, 1)
     assert decode.receiver.counters.pages_received == 3
 

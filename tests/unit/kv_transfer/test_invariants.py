@@ -58,8 +58,9 @@ class Transfers(RuleBasedStateMachine):
         self.to_prefill: deque[bytes] = deque()
         self.arrived = 0
 
-    @initialize(fencing=st.booleans())
-    def start(self, fencing: bool) -> None:
+    @initialize(fencing=st.booleans(), abandons=st.booleans())
+    def start(self, fencing: bool, abandons: bool) -> None:
+        self.fabric.abandons = abandons
         incarnation = secrets.token_hex(16)
         self.decode = Decode(
             self.clock,

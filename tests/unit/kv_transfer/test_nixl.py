@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.errors import ConfigError, HandshakeRefused
+from common.errors import ConfigError, DeadlineExceeded, HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import messages
 from kv_transfer.copy_plan import Copy
@@ -409,6 +409,57 @@ def test_an_abort_is_answered_only_when_nothing_can_land_any_more() -> None:
     assert same_pages(prefill, [3, 4], decode, [1, 2])  # landed late, where nobody reads
     prefill.sender.close()
     decode.receiver.shutdown()
+
+
+def test_a_write_that_never_ends_lets_go_of_its_room_and_keeps_the_other_node_s_pages_in_quarantine() -> None:
+    """The request ends soon after its deadline; the decode node is told only once nothing can land any more."""
+    clock = Clock()
+    net, prefill, decode = pair(clock)
+    decode.receiver.open(1, (prefill.incarnation,), [1, 2], 0)
+    prefill.sender.expect(1, deadline=clock.now + 1.0)
+    assert SlotsGranted(1) in prefill.poll()
+    net.held = True
+    send_all(prefill, 1, [3, 4])
+    clock.now += 1.0
+    assert (prefill.poll(), prefill.sender.draining) == ([], 1)
+    decode.receiver.abort(1, "given up")
+    clock.now += LIMITS.stall_timeout
+    (lost,) = prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert lost.code == DeadlineExceeded.code
+    assert prefill.sender.active == prefill.sender.draining == 0
+    assert prefill.sender.poll_interval is None
+    assert isinstance(prefill.endpoint, NixlSender)
+    assert not prefill.endpoint.busy
+    decode.poll()  # asks again
+    assert decode.poll() == []
+    assert decode.receiver.quarantined_pages == 2
+    net.held = False
+    clock.now += LIMITS.abort_retry
+    decode.poll()
+    assert decode.poll() == [PagesFree(1, (1, 2))]
+    assert not net.under_way
+    prefill.sender.close()
+    decode.receiver.shutdown()
+
+
+def test_other_rooms_of_a_peer_are_answered_while_a_write_to_it_does_not_end() -> None:
+    clock = Clock()
+    net, prefill, decode = pair(clock)
+    granted(prefill, decode, 1, [1])
+    net.held = True
+    send_all(prefill, 1, [3])
+    prefill.sender.cancel(1, "client_gone", "the client went away")
+    prefill.poll()
+    clock.now += LIMITS.stall_timeout
+    assert isinstance(prefill.poll()[0], TransferLost)
+    granted(prefill, decode, 2, [2])
+    decode.receiver.abort(2, "given up")
+    prefill.poll()
+    assert PagesFree(2, (2,)) in decode.poll()
+    net.held = False
+    decode.receiver.shutdown()
+    prefill.sender.close()
 
 
 def test_a_fault_ends_the_room_and_the_next_one_arrives() -> None:

@@ -55,15 +55,15 @@ def test_a_grant_on_another_rank_wakes_a_prefill_node() -> None:
             nodes.prefill.ranks[0].listen()
         assert group.slots(1) is None
         assert group.poll() == []
-        assert not group.writing
+        assert group.poll_interval is None
         assert poller.poll(0) == []
         RingWriter(ring, "reports", [0]).send(encode(RankGranted(1)), 1.0)
         assert poller.poll(0) == [(descriptor, select.POLLIN)]
         assert group.slots(1) is not None
         assert poller.poll(0) == []
-        assert group.writing
+        assert group.poll_interval == 0.0
         assert group.poll() == [SlotsGranted(1)]
-        assert not group.writing
+        assert group.poll_interval is None
     finally:
         ring.close()
         nodes.close()

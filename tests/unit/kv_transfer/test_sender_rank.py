@@ -119,7 +119,7 @@ def test_rank_0_sleeps_while_another_rank_writes() -> None:
     nodes.decode.open(1)
     nodes.turns(20, skip=["p1"])
     assert nodes.prefill_count(Delivered) == 0
-    assert not nodes.prefill.node.writing
+    assert nodes.prefill.node.poll_interval is None
     nodes.turns()
     assert nodes.decode_count(Arrived) == 1
     nodes.close()

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from common.messages.router_inbox import FirstToken, PrefillDone
+from kv_transfer.busy_rooms import LONGEST, SHORTEST
 from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.node import WATCH_INTERVAL
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
@@ -60,11 +61,33 @@ def test_an_idle_node_looks_often_whether_a_write_has_ended(monkeypatch: pytest.
     with NodeCluster(Shape()) as cluster:
         cluster.fabric.plan = lambda n: Fault(delay=5.0)
         call = cluster.submit(prompt_of(30), 4)
-        cluster.run(until=lambda: call.ids != [] and cluster.prefill.sender.writing)
+        cluster.run(until=lambda: call.ids != [] and cluster.prefill.sender.poll_interval is not None)
         slept: list[float] = []
         monkeypatch.setattr("prefill_node.node.time.sleep", slept.append)
         cluster.turn_one(cluster.prefill)
         assert slept == [WATCH_INTERVAL]
+        cluster.fabric.plan = lambda n: Fault()
+        cluster.clock.now += 6.0
+        cluster.run()
+        cluster.settle()
+
+
+def test_a_write_that_does_not_end_is_polled_seldom_and_messages_are_still_seen_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with NodeCluster(Shape()) as cluster:
+        cluster.fabric.plan = lambda n: Fault(delay=5.0)
+        call = cluster.submit(prompt_of(30), 4)
+        cluster.run(until=lambda: call.ids != [] and cluster.prefill.sender.poll_interval is not None)
+        slept: list[float] = []
+        monkeypatch.setattr("prefill_node.node.time.sleep", slept.append)
+        intervals: list[float | None] = []
+        for waited in (0.004, 0.004, 0.2, 0.8):
+            cluster.clock.now += waited
+            intervals.append(cluster.prefill.sender.poll_interval)
+            cluster.turn_one(cluster.prefill)
+        assert intervals == pytest.approx([SHORTEST, SHORTEST, 0.0021, LONGEST])
+        assert slept == [SHORTEST, SHORTEST]  # the other turns waited for a message
         cluster.fabric.plan = lambda n: Fault()
         cluster.clock.now += 6.0
         cluster.run()
