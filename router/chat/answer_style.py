@@ -19,7 +19,7 @@ from common.errors import InternalError, ModelError
 from common.grammar.token_marker import SymbolsOf, TokenMarker
 from common.messages.generation import ThinkingLimit
 from router.chat.answer_parser import AnswerParser
-from router.chat.call_formats import CallFormat
+from router.chat.call_formats import CallFormat, CallSupport
 from router.chat.call_grammar import Thought
 from router.chat.families import BY_NAME, ChatFamily, family_of
 from router.chat.reasoning_counter import ReasoningCounter
@@ -58,6 +58,14 @@ class AnswerStyle:
     def kept(self) -> frozenset[int]:
         """Added tokens that the parser must see."""
         return frozenset(self.special.values())
+
+    @property
+    def call_support(self) -> CallSupport:
+        return CallSupport(
+            read=self.template is not None and self.template.calls,
+            forced=self.calls is not None,
+            told_apart=self.calls is not None and self.calls.told_apart,
+        )
 
     @property
     def think(self) -> tuple[str, str] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
@@ -34,6 +36,14 @@ class CallFormat:
     def told_apart(self) -> bool:
         """True if a grammar can tell calls from text."""
         return self.trigger is not None or bool(self.lookalike)
+
+
+class CallSupport(msgspec.Struct, frozen=True, array_like=True):
+    """What the router can do with the calls of one model."""
+
+    read: bool  # find them in answers
+    forced: bool  # make an answer call a tool
+    told_apart: bool  # enforce the schema of a call where the model chooses whether to call
 
 
 _BLANKS = r"[\s\x1c-\x1f]*"  # what Python counts as blanks

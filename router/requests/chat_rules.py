@@ -8,6 +8,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.chat.answer_style import AnswerStyle
+from router.chat.call_formats import CallSupport
 from router.chat.call_grammar import CallGrammars
 from router.grammar.lark import Lark
 from router.requests.chat_fields import (
@@ -95,18 +96,8 @@ class ChatRules:
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     """Return the rules of a request. Raises InvalidRequest, which names the field."""
-    functions: Sequence[Function] = check_chat_fields(request.tools, request.messages)
-    choice, functions = tool_choice(request.tool_choice, functions)
-    _check_choice(choice, functions, request, style)
-    if functions and choice != "none":
-        if style.template is None or not style.template.calls:
-            raise InvalidRequest(
-                "the format in which this model calls tools is not known; leave tools out, send tool_choice none, or "
-                "set model.response_template",
-                param="tools",
-            )
-    else:
-        functions = []
+    declared = check_chat_fields(request.tools, request.messages)
+    choice, functions = chosen_tools(request.tool_choice, declared, request.tools, style.call_support)
     known = template_tools(functions)
     reasons = style.template is not None and style.template.reasons
     hidden = request.reasoning is not None and request.reasoning.exclude
@@ -152,13 +143,37 @@ def bounded_chat(request: ChatRequest) -> ChatRequest:
     return compact_chat(request)
 
 
-def tool_choice(
-    given: str | ChatToolChoice | None, functions: Sequence[Function]
+def chosen_tools(
+    given: str | ChatToolChoice | None,
+    declared: Sequence[Function],
+    tools: Sequence[Tool] | None,
+    support: CallSupport,
 ) -> tuple[str, Sequence[Function]]:
-    """Return the choice and the functions that it leaves. Raises InvalidRequest.
+    """Return the choice and the functions that the prompt shows. Raises InvalidRequest.
 
     The choice is none, auto, required, or `function NAME` for a function that must be called.
+
+    Args:
+        given: `tool_choice` as the client sent it.
+        declared: the functions of `tools`.
     """
+    choice, functions = _tool_choice(given, declared)
+    _check_choice(choice, functions, tools or (), support)
+    if not functions or choice == "none":
+        return choice, ()
+    if not support.read:
+        raise InvalidRequest(
+            "the format in which this model calls tools is not known; leave tools out, send tool_choice none, or "
+            "set model.response_template",
+            param="tools",
+        )
+    return choice, functions
+
+
+def _tool_choice(
+    given: str | ChatToolChoice | None, functions: Sequence[Function]
+) -> tuple[str, Sequence[Function]]:
+    """Return the choice and the functions that it leaves."""
     if isinstance(given, ChatToolChoice):
         if given.type == "allowed_tools" and given.allowed_tools is not None:
             return given.allowed_tools.mode, allowed_functions(given.allowed_tools, functions)
@@ -177,17 +192,17 @@ def tool_choice(
 
 
 def _check_choice(
-    choice: str, functions: Sequence[Function], request: ChatRequest, style: AnswerStyle
+    choice: str, functions: Sequence[Function], tools: Sequence[Tool], support: CallSupport
 ) -> None:
     """Raise InvalidRequest for what the model's format of calls cannot enforce."""
-    if choice not in ("none", "auto") and style.calls is None:
+    if choice not in ("none", "auto") and not support.forced:
         raise InvalidRequest(
             "tool_choice can force a call only of a model whose format of calls is known; send auto",
             param="tool_choice",
         )
-    if choice == "auto" and (style.calls is None or not style.calls.told_apart):
+    if choice == "auto" and not support.told_apart:
         strict = {function.name for function in functions if function.strict}
-        for index, tool in enumerate(request.tools or ()):
+        for index, tool in enumerate(tools):
             if tool.function is not None and tool.function.name in strict:
                 where = f"tools[{index}].function.strict"
                 raise InvalidRequest(

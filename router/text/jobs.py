@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from common.errors import RequestError, from_code
+from router.chat.call_formats import CallSupport
 from router.requests.prompt_length import PromptLength
 from router.templates.prompt_end import PromptEnd
 
@@ -54,7 +55,8 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     names: tuple[str, ...]  # of the served model
     max_model_len: int
-    template_variables: tuple[str, ...] = ()  # names that clients may set
+    template_variables: tuple[str, ...]  # names that clients may set
+    calls: CallSupport
 
 
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):

@@ -114,7 +114,8 @@ class TextService:
     async def tokenize(self, raw: bytearray, model: ServedModel) -> Payload:
         """Return the JSON response of /tokenize."""
         variables = tuple(model.answers.template_variables)
-        return await self._run(Tokenize(model.names, model.max_model_len, variables), raw)
+        job = Tokenize(model.names, model.max_model_len, variables, model.answers.call_support)
+        return await self._run(job, raw)
 
     async def detokenize(self, raw: bytearray, model: ServedModel) -> Payload:
         """Return the JSON response of /detokenize."""

@@ -14,11 +14,12 @@ import msgspec
 
 from common.errors import InvalidRequest, RequestError
 from router.apis.tasks import READERS
+from router.chat.call_formats import CallSupport
 from router.grammar.constraint import Constraint
 from router.grammar.grammar_work import GrammarWork
 from router.requests.chat_fields import template_tools, template_variables
 from router.requests.chat_input import ChatInput, with_packed_input
-from router.requests.chat_rules import bounded_chat, check_chat_fields, tool_choice
+from router.requests.chat_rules import bounded_chat, check_chat_fields, chosen_tools
 from router.requests.checks import check_name, check_tokens_in_vocabulary
 from router.requests.field_rules import refuse_fields, undeclared
 from router.requests.json_body import decode_json
@@ -178,7 +179,7 @@ class TextWork:
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
         check_name(body.model, job.names)
-        texts, special = self._texts_of(body, frozenset(job.template_variables))
+        texts, special = self._texts_of(body, frozenset(job.template_variables), job.calls)
         self._limit(ENCODE_SECONDS)
         encoded = [self._tokenizer.encode(text, special) for text in texts]
         names: list[str | list[str]] | None = None
@@ -192,7 +193,9 @@ class TextWork:
             answer = TokenizeAnswer(len(tokens), job.max_model_len, [*tokens], names)
         return msgspec.json.encode(answer)
 
-    def _texts_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[Sequence[str], bool]:
+    def _texts_of(
+        self, body: TokenizeRequest, allowed: frozenset[str], calls: CallSupport
+    ) -> tuple[Sequence[str], bool]:
         """Return the texts to encode and whether to add special tokens. Raises InvalidRequest."""
         refuse_fields(body, TOKENIZE_NOT_YET)
         if body.messages is None:
@@ -204,14 +207,14 @@ class TextWork:
             raise InvalidRequest("prompt and messages cannot be combined; send one of them", param="messages")
         refuse_fields(body, NOT_YET)
         refuse_unsupported_messages(body.messages)
-        choice, functions = tool_choice(body.tool_choice, check_chat_fields(body.tools, body.messages))
-        tools = [] if choice == "none" else template_tools(functions)
+        declared = check_chat_fields(body.tools, body.messages)
+        _, functions = chosen_tools(body.tool_choice, declared, body.tools, calls)
         variables = template_variables(
             body.chat_template_kwargs, body.reasoning_effort, allowed, body.reasoning, body.thinking
         )
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
-        text = self._template.render(body.messages, end, tools, variables)
+        text = self._template.render(body.messages, end, template_tools(functions), variables)
         return [text], bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, job: Detokenize) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.chat.answer_style import AnswerStyle
+from router.chat.answer_style import PLAIN, AnswerStyle
 from router.chat.call_formats import CALL_FORMATS
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import MAX_BYTES, tokenizer_info
@@ -141,7 +141,8 @@ async def test_tools_and_reasoning_change_the_prompt_as_in_a_chat(
     shutil.copytree(TINY, tmp_path / "model")
     shown = "{{ tools | length if tools else 0 }} {{ reasoning_effort }} {{ enable_thinking }}"
     (tmp_path / "model/chat_template.jinja").write_text(shown)
-    rig = await serve(served=replace(SERVED, path=str(tmp_path / "model")))
+    style = AnswerStyle(template_of("qwen3"))
+    rig = await serve(served=replace(SERVED, path=str(tmp_path / "model"), answers=style))
     tool = {"type": "function", "function": {"name": "f"}}
     other = {"type": "function", "function": {"name": "g"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool]}}
@@ -162,7 +163,12 @@ SHOW_ALL = """\
 {%- if add_generation_prompt %}<assistant>{% endif -%}
 """
 MEMBERS: dict[str, list[Any]] = {
-    "tools": [[], [{"function": {"name": "f"}}, {"function": {"name": "g"}}], [{"type": "custom"}]],
+    "tools": [
+        [],
+        [{"function": {"name": "f"}}, {"function": {"name": "g"}}],
+        [{"function": {"name": "f", "strict": True}}, {"function": {"name": "g"}}],
+        [{"type": "custom"}],
+    ],
     "tool_choice": [
         "auto",
         "none",
@@ -208,13 +214,27 @@ MEMBERS: dict[str, list[Any]] = {
 }
 
 
-async def test_random_chats_have_the_prompt_that_tokenize_tells(serve: Serve, tmp_path: Path) -> None:
+QWEN_STYLE = AnswerStyle(template_of("qwen3"), calls=CALL_FORMATS["qwen3"])
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        pytest.param(QWEN_STYLE, id="forced"),
+        pytest.param(replace(QWEN_STYLE, calls=None), id="not forced"),
+        pytest.param(AnswerStyle(template_of("think")), id="not read"),
+        pytest.param(PLAIN, id="not known"),
+    ],
+)
+async def test_random_chats_have_the_prompt_that_tokenize_tells(
+    serve: Serve, tmp_path: Path, style: AnswerStyle
+) -> None:
     """A chat that is refused for a member of its prompt is refused here with the same words."""
     shutil.copytree(TINY, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(SHOW_ALL)
     allowed = frozenset({"enable_thinking", "thinking", "reasoning_effort", "clear_thinking", "date_string"})
-    style = AnswerStyle(template_of("qwen3"), template_variables=allowed, calls=CALL_FORMATS["qwen3"])
-    served = replace(SERVED, path=str(tmp_path / "model"), answers=style)
+    answers = replace(style, template_variables=allowed)
+    served = replace(SERVED, path=str(tmp_path / "model"), answers=answers)
     rig = await serve(served=served, strict_fields=True)
     rig.generator.will(*one_by_one([5]))
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
