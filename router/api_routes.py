@@ -14,14 +14,13 @@ from router.openapi.routes import OpenApiRoutes
 from router.page.routes import PageRoutes
 from router.parts import ApiParts
 from router.routes.control import ActiveRequests, ControlRoutes
-from router.routes.generate import GenerateRoutes
 from router.routes.loads import LoadRoutes
 from router.routes.messages import MessagesRoutes
+from router.routes.native import NativeRoutes
 from router.routes.openai import OpenAiRoutes
 from router.routes.responses import ResponsesRoutes
 from router.routes.status import VERSION, ClusterView, StatusRoutes
 from router.routes.tokenizer import TokenizerRoutes
-from router.routes.tokens import TokensRoutes
 from router.text.chat_prompts import ChatPrompts
 
 
@@ -60,8 +59,7 @@ class ApiRoutes:
         prompts = ChatPrompts(texts, images)
         self._routes = (
             openai,
-            GenerateRoutes(openai, texts, tokenizer, models.admitting),
-            TokensRoutes(openai, texts, tokenizer, models.admitting),
+            NativeRoutes(openai, texts, tokenizer, models.admitting),
             ResponsesRoutes(openai, texts, prompts, models.admitting),
             MessagesRoutes(openai, texts, prompts, models.admitting),
             OpenApiRoutes(VERSION),

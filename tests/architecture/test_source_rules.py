@@ -349,7 +349,7 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
         "router/metrics/histogram.py",  # when a series began
         "router/routes/loads.py",  # when the load of /v1/loads was read
         "router/routes/openai.py",  # `created` of an answer
-        "router/routes/tokens.py",  # `created` of an answer
+        "router/routes/native.py",  # `created` of an answer
         "router/tracing/spans.py",  # when a span began
         "router/templates/sandbox.py",  # the date that chat templates may print
     }
