@@ -39,11 +39,11 @@ class CallFormat:
 
 
 class CallSupport(msgspec.Struct, frozen=True, array_like=True):
-    """What the router can do with the calls of one model."""
+    """Tells which uses of tool calls the router supports for one model."""
 
-    read: bool  # find them in answers
-    forced: bool  # make an answer call a tool
-    told_apart: bool  # enforce the schema of a call where the model chooses whether to call
+    read: bool  # calls are found in answers
+    forced: bool  # an answer can be made to call a tool
+    told_apart: bool  # the schema of a call can be enforced where the model chooses whether to call
 
 
 _BLANKS = r"[\s\x1c-\x1f]*"  # what Python counts as blanks
