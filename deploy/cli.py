@@ -10,7 +10,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -95,13 +95,21 @@ def up(
     """
     values = _with_port(overrides, port)
     try:
-        cluster = prepare(target, draft, revision, values, say)
+        file = prepare(target, draft, revision, values, say)
     except ConfigError as error:
         _refuse(target, error)
-    resolved = _load(cluster, values)
-    if detach:
-        _detach(resolved, cluster, values)
-        return
+    except AlreadyRunning as error:
+        _fail(str(error))
+    with file as cluster:
+        resolved = _load(cluster, values)
+        if detach:
+            _detach(resolved, cluster, values, () if file.lock is None else (file.lock,))
+        else:
+            _supervise(resolved, cluster, values)
+
+
+def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
+    """Run the cluster until a signal asks for its end."""
     try:
         supervisor = Supervisor(resolved, values)
     except ConfigError as error:
@@ -242,10 +250,10 @@ class StartView:
                 say(f"{child.name}: {at.phase}")
 
 
-def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
+def _detach(resolved: Resolved, cluster: Path, overrides: list[str], keeps: Sequence[int]) -> None:
     run_dir = _run_dir(cluster, resolved, to_write=True)
     try:
-        started = start_detached(run_dir, cluster, overrides, say)
+        started = start_detached(run_dir, cluster, overrides, say, keeps)
     except ConfigError as error:
         _refuse(cluster, error)
     except (AlreadyRunning, StartError) as error:

@@ -28,9 +28,15 @@ class Started:
 
 
 def start_detached(
-    run_dir: Path, cluster: Path, overrides: Sequence[str], report: Callable[[str], None]
+    run_dir: Path,
+    cluster: Path,
+    overrides: Sequence[str],
+    report: Callable[[str], None],
+    keeps: Sequence[int] = (),
 ) -> Started:
     """Start the cluster and return once it is ready; an interrupt ends the supervisor, too.
+
+    The supervisor keeps the descriptors of `keeps` open until it ends.
 
     Raises AlreadyRunning, StartError with what the supervisor has said, or ConfigError if there can be no log.
     """
@@ -53,7 +59,12 @@ def start_detached(
             ) from None
         log.truncate(0)
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=keeps,
         )
         try:
             return _await_ready(run_dir, process, log_path)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from common.checkpoint.chat_template_file import find_chat_template
 from common.config import load_cluster
@@ -14,9 +18,30 @@ from deploy.gpus import driver_present, find_gpus
 from deploy.hub import Say, find_snapshot
 from deploy.own_model import Machine, cluster_sections, write_cluster_file
 from deploy.process_table import read_table
+from deploy.supervisor import AlreadyRunning
 from deploy.targets import ModelTarget, read_target
 
 DRAFTS = "the directory of a draft model, or ORG/NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    """The cluster file to start. If it was written for a model, nobody else writes it within this context.
+
+    A process that inherits `lock` keeps it locked until it ends.
+    """
+
+    path: Path
+    lock: int | None = None  # descriptor; None: the user's own file, or that of a running cluster
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
 
 
 def cluster_file_of(text: str) -> Path:
@@ -25,8 +50,14 @@ def cluster_file_of(text: str) -> Path:
     return target.cluster_file if isinstance(target, ModelTarget) else target
 
 
-def prepare(text: str, draft: str | None, revision: str | None, overrides: Sequence[str], say: Say) -> Path:
-    """Return the cluster file to start. For a model, download it if needed and write the file. Raises ConfigError."""
+def prepare(
+    text: str, draft: str | None, revision: str | None, overrides: Sequence[str], say: Say
+) -> ClusterFile:
+    """Return the cluster file to start. For a model, download it if needed and write the file.
+
+    Raises ConfigError, or AlreadyRunning if a cluster of this model runs with another run directory, or is being
+    started or stopped: its processes read the file when they start.
+    """
     target = read_target(text)
     if not isinstance(target, ModelTarget):
         for option, value, key in (
@@ -35,12 +66,23 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
         ):
             if value is not None:
                 raise ConfigError("", f"{option} applies only to a model; in a cluster file, set {key}")
-        return target
+        return ClusterFile(target)
     if target.directory is not None and revision is not None:
         raise ConfigError("", "--revision applies only to ORG/NAME; this is a directory")
     file = target.cluster_file
     if _is_running(file, overrides):
-        return file  # its processes may read it again: leave it unchanged
+        return ClusterFile(file)  # its processes may read it again: leave it unchanged
+    lock = _lock(file)
+    try:
+        _write(target, draft, revision, say)
+    except BaseException:
+        os.close(lock)
+        raise
+    return ClusterFile(file, lock)
+
+
+def _write(target: ModelTarget, draft: str | None, revision: str | None, say: Say) -> None:
+    """Write the cluster file of a model. Raises ConfigError."""
     directory = target.directory or find_snapshot(target.text, revision, say).directory
     draft_directory = None if draft is None else _find_draft(draft, directory, say)
     gpus = find_gpus()
@@ -53,11 +95,30 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
             f"{directory} has no chat template: only /v1/completions is served; set model.chat_template to add one"
         )
     machine = Machine.of_this_host(gpus)
-    write_cluster_file(
-        file, target.served_name, cluster_sections(target.served_name, directory, draft_directory, machine)
-    )
-    say(f"serving {target.served_name} on {machine}; cluster file: {file}")
-    return file
+    sections = cluster_sections(target.served_name, directory, draft_directory, machine)
+    write_cluster_file(target.cluster_file, target.served_name, sections)
+    say(f"serving {target.served_name} on {machine}; cluster file: {target.cluster_file}")
+
+
+def _lock(file: Path) -> int:
+    """Lock the cluster file of a model and return the descriptor that holds the lock."""
+    path = file.with_name(f".{file.name}.lock")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError("", f"cannot write {path}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise ConfigError("", f"cannot lock {path}: {error.strerror or error}") from error
+        raise AlreadyRunning(
+            f"another deploy/up has written {file} and starts, runs or stops a cluster with it; stop that one with "
+            f"deploy/down {file}, or copy the file, change the copy and run deploy/up COPY"
+        ) from None
+    return descriptor
 
 
 def _find_draft(text: str, target: Path, say: Say) -> Path:

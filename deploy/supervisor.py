@@ -24,9 +24,9 @@ from common.process_entry import entry
 from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
 from deploy.disk import disk_problem
-from deploy.leftovers import end_leftovers
+from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.ports import check_ports
-from deploy.process_table import State, Table, read_table, table_path, write_table
+from deploy.process_table import ProcessRecord, State, Table, read_table, table_path, write_table
 from deploy.watcher import Report, StartBounds, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
@@ -101,6 +101,7 @@ class Supervisor:
         self._stop_requested = False
         self._problems: list[str] = []
         self._table_problem = ""
+        self._leftovers: dict[str, ProcessRecord] = {}  # of a killed supervisor, until they have ended
         self.supervise(children)
 
     def supervise(self, children: list[Child]) -> None:
@@ -122,10 +123,13 @@ class Supervisor:
         Raises StartError, or ConfigError if the run directory is not writable. In that case no process is left running.
         """
         try:
-            end_leftovers(self._run_dir, self._drain + 5, report, lambda: self._stop_requested)
+            # The waits that follow may take long, and `deploy/down` finds this process by the table.
+            self._leftovers = find_leftovers(self._run_dir)
+            self._write_first()
+            end_leftovers(self._leftovers, self._drain + 5, report, lambda: self._stop_requested)
+            self._leftovers = {}
             sweep_orphans()
             check_ports(self._resolved, lambda: self._stop_requested)
-            self._write_first()
             for child in self.children:
                 child.remove_logs()
                 child.start()
@@ -258,7 +262,7 @@ class Supervisor:
             cluster=str(self._resolved.file),
             url=self.url,
             state=state,
-            processes=self._watcher.records(),
+            processes={**self._leftovers, **self._watcher.records()},
             problems=self._problems,
         )
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from deploy import cli, prepare
 from deploy.hub import Snapshot
 from deploy.prepare import cluster_file_of
 from deploy.process_table import Table, write_table
+from deploy.supervisor import AlreadyRunning
 from tests.architecture.source_tree import ROOT
+from tests.fakes.descriptors import open_descriptors
 
 MODELS = ROOT / "deploy" / "tiny_models"
 RUNNER = CliRunner()
@@ -45,7 +48,8 @@ def run(
     text: str, draft: str | None = None, revision: str | None = None, overrides: tuple[str, ...] = ()
 ) -> tuple[Path, list[str]]:
     said: list[str] = []
-    return prepare.prepare(text, draft, revision, overrides, said.append), said
+    with prepare.prepare(text, draft, revision, overrides, said.append) as file:
+        return file, said
 
 
 def test_a_model_directory_gets_a_cluster_file(place: Path) -> None:
@@ -106,6 +110,44 @@ def test_a_running_cluster_keeps_its_file(place: Path) -> None:
     write_table(run_directory(load_cluster(file)), table)
     assert run("mine", draft=str(MODELS / "tiny-eagle3")) == (file, [])
     assert file.read_text() == before
+
+
+def test_a_second_start_does_not_replace_the_file_of_the_first(place: Path) -> None:
+    """Until the first cluster has a table, and also if it has a run directory of its own."""
+    before = open_descriptors()
+    with prepare.prepare("mine", None, None, (), lambda text: None) as file:
+        written = file.read_text()
+        for overrides in ((), ("process.run_dir=elsewhere",)):
+            with pytest.raises(
+                AlreadyRunning, match=rf"another deploy/up has written {file} .*deploy/up COPY"
+            ):
+                run("mine", draft=str(MODELS / "tiny-eagle3"), overrides=overrides)
+        refused = RUNNER.invoke(cli.app, ["up", "mine", "--draft", str(MODELS / "tiny-eagle3")])
+        assert (refused.exit_code, file.read_text()) == (1, written)
+        assert "another deploy/up" in refused.stderr
+    with pytest.raises(ConfigError, match="--draft"):
+        run("mine", draft="none")  # a start that is refused leaves no lock
+    run("mine", draft=str(MODELS / "tiny-eagle3"))
+    assert file.read_text() != written
+    assert open_descriptors() == before
+
+
+def test_a_detached_supervisor_keeps_the_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that started it has ended by then."""
+    kept: list[int] = []
+
+    def spawn(command: list[str], *, pass_fds: Sequence[int], **options: object) -> object:
+        kept.extend(os.dup(each) for each in pass_fds)
+        raise OSError("enough")
+
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    result = RUNNER.invoke(cli.app, ["up", "mine", "--detach"])
+    assert isinstance(result.exception, OSError)
+    with pytest.raises(AlreadyRunning, match="another deploy/up"):
+        run("mine")
+    for each in kept:
+        os.close(each)
+    run("mine")
 
 
 def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

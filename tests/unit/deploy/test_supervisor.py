@@ -23,7 +23,7 @@ from common.process_entry import entry
 from deploy import cli
 from deploy.children import Child
 from deploy.disk import disk_problem
-from deploy.leftovers import end_leftovers
+from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.process_table import ProcessRecord, Table, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
 from tests.fakes.disks import FullDisk, small_disk
@@ -266,14 +266,41 @@ def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str,
         table = Table(supervisor=stranger, cluster="c", url="u", state="ready", processes=processes)
         write_table(tmp_path, table)
         said: list[str] = []
-        end_leftovers(tmp_path, PATIENCE, said.append, lambda: True)  # Ctrl-C ends the wait
-        end_leftovers(tmp_path, 0.3 if code == -signal.SIGKILL else PATIENCE, said.append, lambda: False)
+        assert list(find_leftovers(tmp_path)) == ["decode-0"]
+        end_leftovers(find_leftovers(tmp_path), PATIENCE, said.append, lambda: True)  # Ctrl-C ends the wait
+        grace = 0.3 if code == -signal.SIGKILL else PATIENCE
+        end_leftovers(find_leftovers(tmp_path), grace, said.append, lambda: False)
         assert left.wait(PATIENCE) == code
     assert f"left decode-0 (pid {left.pid}) running: waiting" in said[0]
     said.clear()
-    end_leftovers(tmp_path, PATIENCE, said.append, lambda: False)
-    end_leftovers(tmp_path / "nothing", PATIENCE, said.append, lambda: False)
+    assert find_leftovers(tmp_path) == find_leftovers(tmp_path / "nothing") == {}
+    end_leftovers({}, PATIENCE, said.append, lambda: False)
     assert not said
+
+
+def test_a_supervisor_that_waits_for_leftovers_is_found_by_down(make: Callable[..., Watching]) -> None:
+    """Its table is there before the wait, with the leftovers: if it is killed too, the next one ends them."""
+    cluster = make(router=STAY)
+    run_dir, seen = cluster.supervisor.run_dir, list[Table | None]()
+    with subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"]) as left:
+        process, me = entry(left.pid), entry(os.getpid())
+        gone = ProcessRecord(pid=me.pid, started=me.started - 1)
+        processes = {"decode-0": ProcessRecord(pid=process.pid, started=process.started)}
+        write_table(run_dir, Table(supervisor=gone, cluster="c", url="u", state="ready", processes=processes))
+        assert read_table(run_dir) is None
+
+        def report(text: str) -> None:
+            seen.append(read_table(run_dir))
+            cluster.supervisor.request_stop()
+
+        with pytest.raises(StartError, match="stopped while starting"):
+            cluster.supervisor.start(lambda children: None, report)
+        left.wait(PATIENCE)
+    (table,) = seen
+    assert table is not None
+    assert (table.supervisor, table.state) == (me, "starting")
+    assert table.processes == processes
+    assert read_table(run_dir) is None
 
 
 def test_every_process_that_starts_is_heard_while_another_one_is_slow(
