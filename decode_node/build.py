@@ -27,6 +27,7 @@ from common.kv_events.publisher import kv_events_of
 from common.kv_events.wire import CPU
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
+from common.node.announced_work import NO_OTHERS
 from common.node.host_share import HostShare
 from common.node.late_compilations import report_late_compilations
 from common.node.profiles import NodeProfiler
@@ -188,7 +189,7 @@ def _build(
         log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
     )
     assembly = assemble(
-        Links(incarnation, routers, peers, poller, receiver, shared.role),
+        Links(incarnation, routers, peers, poller, receiver, shared.role, shared.device or NO_OTHERS),
         space,
         replace(loaded.computation(forwards), host=host, tap=tap, of_all=_fetched_by_all(ranks)),
         bounds,

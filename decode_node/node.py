@@ -102,7 +102,7 @@ class DecodeNode:
             self._idle,
             self.life.stopping,
             self._watch,
-            AnnouncedWork(self.announce, self._planner.work, self._clock),
+            AnnouncedWork(self.announce, self._planner.work, self._clock, links.others),
         )
 
     def run(self) -> None:

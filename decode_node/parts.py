@@ -13,6 +13,7 @@ from common.kv_cache.page_space import PageSpace
 from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals, RankTotals
+from common.node.announced_work import NO_OTHERS, OtherLaunches
 from common.node.profiles import NoProfiler, Profiler
 from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import RouterLinks
@@ -39,6 +40,7 @@ class Links:
     poller: zmq.Poller
     receiver: PageReceiver
     role: CurrentRole = FIXED_ROLE
+    others: OtherLaunches = NO_OTHERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from common.messages.identity import (
     new_incarnation,
     rank_incarnation,
 )
+from common.node.announced_work import NO_OTHERS
 from common.node.late_compilations import report_late_compilations
 from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import begin_ranks
@@ -219,7 +220,16 @@ def _build(
     profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
     assembly = assemble(
-        Links(incarnation, routers, end.peers, end.sender, vision.images, group, shared.role),
+        Links(
+            incarnation,
+            routers,
+            end.peers,
+            end.sender,
+            vision.images,
+            group,
+            shared.role,
+            shared.device or NO_OTHERS,
+        ),
         space,
         replace(computation, host=host),
         bounds,

@@ -104,7 +104,7 @@ class PrefillNode:
             self._idle,
             self.life.stopping,
             self._watch,
-            AnnouncedWork(self.announce, self._planner.work, self._clock),
+            AnnouncedWork(self.announce, self._planner.work, self._clock, links.others),
             self._end_turn,
         )
 

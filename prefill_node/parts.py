@@ -12,6 +12,7 @@ from common.kv_cache.page_space import PageSpace
 from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.identity import GraphTotals, RankTotals
 from common.messages.prefill_inbox import PrefillMessage
+from common.node.announced_work import NO_OTHERS, OtherLaunches
 from common.node.profiles import NoProfiler, Profiler
 from common.node.role_switch import FIXED_ROLE, CurrentRole
 from common.node.router_links import RouterLinks
@@ -39,6 +40,7 @@ class Links:
     images: Images
     group: SenderGroup | None = None  # of all ranks, if there are several
     role: CurrentRole = FIXED_ROLE
+    others: OtherLaunches = NO_OTHERS
 
     @property
     def transfers(self) -> PageSender:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 FACTOR = 4.0  # safety factor of an estimate
 FLOOR_SECONDS = 1.0  # minimum of every announcement
@@ -99,6 +99,31 @@ class Unannounced:
         pass
 
 
+class OtherLaunches(Protocol):
+    """The launches of another main loop on the same device: this loop's own ones wait until those have ended."""
+
+    def note(self, seconds: float, /) -> None:
+        """Note that what the calling thread has launched, or is about to, may take `seconds` from now on."""
+        ...
+
+    def seconds(self) -> float:
+        """Return how long the launches of the others may take from now on."""
+        ...
+
+
+class NoOtherLaunches:
+    """The launches of others on the device of a pure node."""
+
+    def note(self, seconds: float) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+NO_OTHERS: Final = NoOtherLaunches()
+
+
 Plan = TypeVar("Plan")
 
 
@@ -110,18 +135,20 @@ class _Begun:
 
 
 class AnnouncedWork(Generic[Plan]):
-    """Implements `Announcer`. The announced time covers all launches in flight."""
+    """Implements `Announcer`. The announced time covers all launches in flight, and those of `others`."""
 
     def __init__(
         self,
         announce: Callable[[float], None],
         work: Callable[[Plan], Work],
         clock: Callable[[], float] = time.monotonic,
+        others: OtherLaunches = NO_OTHERS,
     ) -> None:
         """`announce(seconds)` says that the loop may be busy for this long from now on."""
         self._announce = announce
         self._work = work
         self._clock = clock
+        self._others = others
         self._times = LaunchTimes()
         self._in_flight: deque[_Begun] = deque()
 
@@ -134,10 +161,12 @@ class AnnouncedWork(Generic[Plan]):
         allowed = 0.0
         for each in self._in_flight:
             allowed += each.allowance
-        self._announce(allowed)
+        self._others.note(allowed)
+        self._announce(allowed + self._others.seconds())
 
     def end(self) -> None:
         begun = self._in_flight.popleft()
         self._times.record(begun.work, self._clock() - begun.at)
         if not self._in_flight:
+            self._others.note(0.0)
             self._announce(0.0)

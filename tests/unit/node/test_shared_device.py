@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.config import load_cluster
+from common.node.announced_work import AnnouncedWork, Work
 from common.node.shared_device import LOOK_SECONDS, SharedDevice
 from common.observability.logs import Log
 from deploy import cli
@@ -75,6 +76,55 @@ def test_what_was_announced_ends_with_the_turn(waiting: Half) -> None:
             time.sleep(3 * LOOK_SECONDS)
         other.result(PATIENCE)
     assert waiting.seconds == []
+
+
+def announced_work(device: SharedDevice, half: Half, clock: Clock) -> AnnouncedWork[int]:
+    """Return what announces the launches of this thread's half: plans are numbers of tokens, 8 of which take 1 s."""
+    device.use_from_here(half.announce)
+    return AnnouncedWork(half.announce, lambda tokens: Work.of(tokens, 0), clock, device)
+
+
+def test_a_half_announces_the_long_launch_of_the_other_one_with_its_own(waiting: Half) -> None:
+    """On a GPU its step runs after that launch, whose thread no longer holds the device."""
+    clock, long = Clock(), Half()
+    device = SharedDevice(clock)
+    prompts = announced_work(device, long, clock)
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(announced_work, device, waiting, clock).result(PATIENCE)
+        prompts.begin(800)
+        clock.now += 1.0
+        pool.submit(tokens.begin, 8).result(PATIENCE)
+        assert (long.seconds, waiting.seconds) == ([160.0], [159.0 + 61.0])
+        clock.now += 2.0
+        pool.submit(tokens.wait).result(PATIENCE)
+        assert waiting.seconds[1:] == [157.0 + 61.0]
+        prompts.end()
+        pool.submit(tokens.wait).result(PATIENCE)
+        assert waiting.seconds[2:] == [61.0]
+    assert long.seconds == [160.0, 0.0], "it does not wait for the other half"
+
+
+def test_a_half_that_waits_for_the_device_announces_the_long_launch_of_the_other_one(waiting: Half) -> None:
+    """On a CPU the other thread holds the device until its forward has ended."""
+    clock, long, begun = Clock(), Half(), threading.Event()
+    device = SharedDevice(clock)
+    prompts = announced_work(device, long, clock)
+
+    def step() -> None:
+        tokens = announced_work(device, waiting, clock)
+        tokens.begin(8)
+        begun.set()
+        with device:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with device:
+            other = pool.submit(step)
+            assert begun.wait(PATIENCE)
+            prompts.begin(800)
+            until(lambda: len(waiting.seconds) > 1)
+        other.result(PATIENCE)
+    assert waiting.seconds == [61.0, 160.0 + 61.0]
 
 
 def test_threads_that_are_no_main_loop_announce_nothing() -> None:
