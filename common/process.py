@@ -205,7 +205,7 @@ def run_node(
 
 
 def on_termination(drain: Callable[[], None]) -> None:
-    """Drain on SIGTERM and SIGINT; a second SIGINT ends the process at once."""
+    """Drain on SIGTERM and SIGINT, and when the terminal is closed; a second SIGINT ends the process at once."""
 
     def handle(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -213,6 +213,9 @@ def on_termination(drain: Callable[[], None]) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
+    # nohup sets SIGHUP to be ignored: keep it so.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handle)
 
 
 def _raise_descriptor_limit() -> None:

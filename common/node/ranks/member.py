@@ -135,7 +135,8 @@ class Member:
 
 def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None:
     """Run the whole life of a rank, which rank 0 started with one end of a socket pair as `descriptor`; exit."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Rank 0 ends this process when it has drained.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     channel: StartChannel[ToRank] = StartChannel(socket.socket(fileno=descriptor), ToRank, peer=0)

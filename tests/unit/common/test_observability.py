@@ -367,7 +367,7 @@ def waiting() -> Callable[[], subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("second", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)], ids=["SIGTERM", "SIGINT"]
 )
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_drain_and_then_end_a_process(
     waiting: Callable[[], subprocess.Popen[str]], first: signal.Signals, second: signal.Signals, code: int
 ) -> None:
