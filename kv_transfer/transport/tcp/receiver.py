@@ -20,6 +20,7 @@ from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, 
 from kv_transfer.transport.host_rows import scatter
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame, Violation
+from kv_transfer.transport.tcp.keepalive import keep_alive
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 from kv_transfer.transport.tcp.listener import listening_socket
 from kv_transfer.transport.tcp.windows import Windows
@@ -167,7 +168,7 @@ class TcpReceiver(ReceiverEndpoint):
             self._drop(pending[0], "full")
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock)
         connection = _Connection(sock, self._clock())
         self._connections[sock.fileno()] = connection
         self._poller.register(sock, select.POLLIN | select.POLLOUT)

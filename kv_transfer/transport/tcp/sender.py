@@ -25,6 +25,7 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.host_rows import gather
 from kv_transfer.transport.tcp import frames as tcp_frames
+from kv_transfer.transport.tcp.keepalive import keep_alive
 from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 
 _BATCH_BYTES = 1 << 20  # handed to the kernel in one call
@@ -137,7 +138,7 @@ class TcpPeer(PeerMemory):
         sock = socket.create_connection(where, timeout=timeout)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            keep_alive(sock)
             challenge = b""
             until = time.monotonic() + timeout
             while len(challenge) < tcp_frames.CHALLENGE.size:

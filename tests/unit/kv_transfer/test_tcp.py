@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, Region, Target, Ticket, Window, WriteState
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.frames import Frame
+from kv_transfer.transport.tcp.keepalive import IDLE_SECONDS
 from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
@@ -355,6 +358,28 @@ def test_an_idle_connection_costs_no_work(
     before = len(looks)
     time.sleep(0.1)
     assert len(looks) - before < 10
+
+
+def timers(port: int) -> list[tuple[int, float]]:
+    """Return kind and remaining seconds of the timers of the established connections of a port, both ends."""
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, _, timer, *_ = line.split()
+        if state == "01" and f"{port:04X}" in (local.partition(":")[2], remote.partition(":")[2]):
+            kind, _, left = timer.partition(":")
+            found.append((int(kind, 16), int(left, 16) / os.sysconf("SC_CLK_TCK")))
+    return found
+
+
+def test_firewalls_do_not_forget_an_idle_connection(receiver: TcpReceiver, sender: TcpSender) -> None:
+    """Both ends show the kernel's timer for a probe, which is the only one of an idle connection."""
+    peer = attach(sender, receiver)
+    receiver.announce(Window(1, PEER, frozenset({1}), 0))
+    copies = [Copy(LAYOUT.planes[0].offset, LAYOUT.planes[0].offset + PAGE, PAGE)]
+    assert settle(sender, sender.write(peer, copies, 1)) is WriteState.DONE
+    port, probe = description(receiver).port, 2
+    until(lambda: [kind for kind, _ in timers(port)] == [probe, probe])
+    assert all(0 < seconds <= IDLE_SECONDS for _, seconds in timers(port))
 
 
 def test_a_write_for_which_there_is_no_thread_fails_and_a_later_one_does_not(
