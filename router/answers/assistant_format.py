@@ -120,6 +120,10 @@ class AssistantFormat(ChatFormat):
         called = reason == "stop" and (whole == parser.calls if self._shown.parallel else whole > 0)
         return self._shown.calls_finish if called and whole else reason
 
+    def ends_in_call(self, index: int) -> bool:
+        parser = self._parsers[index]
+        return parser.cut_off and (self._shown.parallel or parser.calls == 1)
+
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return the events of a piece that the client gets."""
         parser = self._parsers[piece.index]

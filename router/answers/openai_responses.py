@@ -193,6 +193,10 @@ class ChatFormat(Format):
         """Return the log-probabilities of tokens, each as JSON."""
         return [_encode(self._entry(token)) for token in tokens if token.logprob is not None]
 
+    def ends_in_call(self, index: int) -> bool:
+        """Return whether a finished choice ends with a call that is cut off."""
+        return False
+
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
         if not piece.text:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from common.messages.generation import FINISH_LENGTH
 from router.answers.openai_responses import AnswerPiece, ChatFormat
 from router.apis.text_tokens import TextTokens
 from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning, Span
+from router.dispatch.generation import FINISH_ABORT
 
 
 class ItemKind(Enum):
@@ -72,6 +74,7 @@ class AnswerItems:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
+        self.ends_whole = False  # the answer is over, and its last item was not cut off
 
     @property
     def reasoning_tokens(self) -> int:
@@ -98,8 +101,15 @@ class AnswerItems:
         if piece.finish_reason is not None:
             self.finish_reason = self._form.finish_reason(piece.index, piece.finish_reason)
             self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
+            self.ends_whole = self._last_is_whole(piece.index)
             self._close(changes)
         return changes
+
+    def _last_is_whole(self, index: int) -> bool:
+        """Return whether the last item is complete. A stop string, too, may cut a call off."""
+        if self.items and self.items[-1].kind is ItemKind.CALL:
+            return not self._form.ends_in_call(index)
+        return self.finish_reason not in (FINISH_LENGTH, FINISH_ABORT)
 
     def _logprobs(self, spans: Sequence[Span]) -> list[bytes]:
         """Return the log-probabilities of a text; none if the answer has none."""

@@ -95,9 +95,8 @@ class ResponsesForm:
         items = self._items
         over = status != "in_progress"
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        last = "completed" if status == "completed" else "incomplete"
         output = [
-            self._item(index, item, "completed" if index + 1 < len(items.items) else last)
+            self._item(index, item, self._item_status(index))
             for index, item in enumerate(items.items if over else ())
         ]
         total = self._prompt_tokens + items.completion_tokens
@@ -117,6 +116,11 @@ class ResponsesForm:
             "output": output,
             "usage": usage if over else None,
         }
+
+    def _item_status(self, index: int) -> str:
+        """Return the status of an item that is over."""
+        items = self._items
+        return "completed" if index + 1 < len(items.items) or items.ends_whole else "incomplete"
 
     def _item_id(self, index: int, item: Item) -> str:
         return f"{_PREFIXES[item.kind]}{self._identity}_{index}"
@@ -174,8 +178,7 @@ class ResponsesForm:
         if item.kind is not ItemKind.CALL:
             part = _part(item)
             events += self._event("response.content_part.done", **self._part_place(index, item), part=part)
-        last = self._items.finish_reason is not None and self._status() != "completed"
-        done = self._item(index, item, "incomplete" if last else "completed")
+        done = self._item(index, item, self._item_status(index))
         return events + self._event("response.output_item.done", output_index=index, item=done)
 
     def _part_place(self, index: int, item: Item) -> dict[str, Any]:

@@ -57,6 +57,32 @@ async def test_calls_in_responses(rig: Rig) -> None:
     assert found[-1]["response"]["output"] == done
 
 
+@pytest.mark.parametrize(
+    ("said", "stop", "statuses"),
+    [
+        # The marker is held back as text of a possible call until the answer ends.
+        (THOUGHT + "<tool_ca", None, ["completed", "incomplete"]),
+        (THOUGHT + OBJECT_CALLS.split("3}")[0], None, ["completed", "incomplete"]),
+        (THOUGHT + OBJECT_CALLS, "3}", ["completed", "incomplete"]),
+        (THOUGHT + OBJECT_CALLS, "{}", ["completed", "completed", "incomplete"]),
+        (THOUGHT + OBJECT_CALLS.strip(), None, ["completed"] * 3),
+    ],
+)
+async def test_items_that_are_cut_off_are_incomplete(
+    rig: Rig, tokenizer: Tokenizer, said: str, stop: str | None, statuses: list[str]
+) -> None:
+    """Only the last one can be, and the events of a stream say the same of each as the answer at its end."""
+    rig.generator.scripts.clear()
+    answers(rig, tokenizer, said)
+    body = {"input": "Hello", "tools": [{"type": "function", **each} for each in FUNCTIONS], "stop": stop}
+    _, answer, _ = await rig.post(test_responses.PATH, body)
+    assert [each["status"] for each in answer["output"]] == statuses
+    found = test_responses.events(await rig.raw(test_responses.PATH, {**body, "stream": True}))
+    done = [each["item"] for each in found if each["type"] == "response.output_item.done"]
+    assert found[-1]["response"]["output"] == done
+    assert [each["status"] for each in done] == statuses
+
+
 @pytest.mark.parametrize("reasoning", [True, False])
 async def test_log_probabilities_of_a_text_after_reasoning(
     serve: Serve, tokenizer: Tokenizer, reasoning: bool
