@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.cleaned_directories import exempt_from_cleaning
 from common.process_entry import Entry, entry
 
 FOLDER = "launched"
@@ -35,7 +36,8 @@ def launch_record(run_dir: Path, name: str) -> Iterator[None]:
     with contextlib.suppress(OSError):
         partial.unlink()
     try:
-        yield
+        with exempt_from_cleaning(run_dir):
+            yield
     finally:
         with contextlib.suppress(OSError):
             record.unlink()

@@ -14,6 +14,7 @@ from types import FrameType
 
 import msgspec
 
+from common.cleaned_directories import exempt_from_cleaning
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.router_processes import names_of, names_router, router_hosts
@@ -98,6 +99,7 @@ class Supervisor:
                     module = "deploy.movable_node" if movable else f"{role}_node"
                     command = [module, "--name", node.name, *common]
                     children.append(Child(node.name, command, logs / f"{node.name}.log"))
+        self._kept = contextlib.ExitStack()
         self._stop_requested = False
         self._problems: list[str] = []
         self._table_problem = ""
@@ -123,6 +125,7 @@ class Supervisor:
         Raises StartError, or ConfigError if the run directory is not writable. In that case no process is left running.
         """
         try:
+            self._kept.enter_context(exempt_from_cleaning(self._run_dir, self._resolved.file.parent))
             # The waits that follow may take long, and `deploy/down` finds this process by the table.
             self._leftovers = find_leftovers(self._run_dir)
             self._write_first()
@@ -176,6 +179,7 @@ class Supervisor:
         for file in (*own, table_path(self._run_dir), self._lock_path):
             with contextlib.suppress(OSError):  # on a disk that has become read-only, the file stays
                 file.unlink()
+        self._kept.close()
         os.close(self._lock)
 
     # -- start-up ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from common.errors import ConfigError
 
 KEY = "process.run_dir"
 ADMIN = "router.admin"  # name of the router's admin socket; no node has this name, since node names contain no dots
+LOGIN_DIRECTORIES = Path("/run/user")  # one for each user who is logged in
+LINGERING = (Path("/var/lib/systemd/linger"), Path("/var/lib/elogind/linger"))  # files named after users
 MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path without its terminator
 
 
@@ -64,11 +67,24 @@ def unwritable(path: Path, problem: str) -> ConfigError:
 def runtime_base() -> Path:
     """Return the parent of all run directories, which no other user can write to, so nobody can replace their files."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
-    if runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022:
+    private = runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022
+    # A cluster may outlive the login of its user, and its sockets and files must, too.
+    if private and not _ends_at_logout(runtime):
         return runtime
     base = Path(f"/tmp/tandem-{os.getuid()}")  # even if sudo or su kept another user's XDG_RUNTIME_DIR
     _own(base, follow=False)
     return base
+
+
+def _ends_at_logout(runtime: Path) -> bool:
+    """Return whether a runtime directory is removed when its user logs out (`loginctl enable-linger` keeps it)."""
+    if runtime.resolve().parent != LOGIN_DIRECTORIES:
+        return False
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return True
+    return not any((users / user).exists() for users in LINGERING)
 
 
 def _own(directory: Path, follow: bool) -> None:

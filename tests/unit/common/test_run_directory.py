@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +83,42 @@ def test_without_a_private_runtime_directory(
             assert mode(base) == 0o1777
     finally:
         path.rmdir()
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_a_directory_that_is_removed_at_logout_is_used_only_if_the_user_lingers(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, lingers: bool
+) -> None:
+    """A detached cluster, and one in tmux, would lose its sockets and its files, and no command would find it."""
+    logins, lingering = runtime / "user", runtime / "linger"
+    own = logins / str(os.getuid())
+    own.mkdir(0o700, parents=True)
+    lingering.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(own))
+    monkeypatch.setattr(module, "LOGIN_DIRECTORIES", logins.resolve())
+    monkeypatch.setattr(module, "LINGERING", (lingering, runtime / "missing"))
+    if lingers:
+        (lingering / pwd.getpwuid(os.getuid()).pw_name).touch()
+    path = run_directory(resolved(tmp_path))
+    try:
+        assert path.parent == (own if lingers else Path(f"/tmp/tandem-{os.getuid()}"))
+    finally:
+        path.rmdir()
+
+
+def test_a_user_without_a_name_does_not_linger(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, whose users need no entry."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(module, "LOGIN_DIRECTORIES", runtime.parent.resolve())
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    path = run_directory(resolved(tmp_path))
+    path.rmdir()
+    assert path.parent == Path(f"/tmp/tandem-{os.getuid()}")
 
 
 def test_a_configured_directory_is_used(tmp_path: Path, lax_umask: None) -> None:

@@ -27,6 +27,7 @@ from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.process_table import ProcessRecord, Table, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
 from tests.fakes.disks import FullDisk, small_disk
+from tests.fakes.locks import is_locked
 from tests.fakes.waiting import PATIENCE, until
 
 __all__ = ["small_disk"]
@@ -53,6 +54,7 @@ class Watching:
 
     supervisor: Supervisor
     said: list[str]
+    file: Path
     thread: threading.Thread | None = None
 
     def __enter__(self) -> Watching:
@@ -108,7 +110,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
                 for name, script in scripts.items()
             ]
             supervisor.supervise(children)
-            return Watching(supervisor, [])
+            return Watching(supervisor, [], file)
 
         yield cluster
 
@@ -281,7 +283,7 @@ def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str,
 def test_a_supervisor_that_waits_for_leftovers_is_found_by_down(make: Callable[..., Watching]) -> None:
     """Its table is there before the wait, with the leftovers: if it is killed too, the next one ends them."""
     cluster = make(router=STAY)
-    run_dir, seen = cluster.supervisor.run_dir, list[Table | None]()
+    run_dir, seen, locked = cluster.supervisor.run_dir, list[Table | None](), list[bool]()
     with subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"]) as left:
         process, me = entry(left.pid), entry(os.getpid())
         gone = ProcessRecord(pid=me.pid, started=me.started - 1)
@@ -291,6 +293,7 @@ def test_a_supervisor_that_waits_for_leftovers_is_found_by_down(make: Callable[.
 
         def report(text: str) -> None:
             seen.append(read_table(run_dir))
+            locked.extend([is_locked(run_dir), is_locked(cluster.file.parent)])
             cluster.supervisor.request_stop()
 
         with pytest.raises(StartError, match="stopped while starting"):
@@ -301,6 +304,8 @@ def test_a_supervisor_that_waits_for_leftovers_is_found_by_down(make: Callable[.
     assert (table.supervisor, table.state) == (me, "starting")
     assert table.processes == processes
     assert read_table(run_dir) is None
+    assert locked == [True, True], "a program that removes old files leaves these directories alone"
+    assert not is_locked(run_dir)
 
 
 def test_every_process_that_starts_is_heard_while_another_one_is_slow(
