@@ -27,7 +27,7 @@ from common.process import (
     run_process,
 )
 from router.build import build
-from router.process.garbage import collect_when_quiet, collect_young, prepare_heap
+from router.process.garbage import collect_when_idle, collect_young, prepare_heap
 
 ProcessOption = Annotated[
     int, typer.Option("--process", metavar="N", help="Number of this process, from 0 on, of several routers")
@@ -58,7 +58,7 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
             # Handlers close theirs themselves; an abandoned one is still closed, by the other hook.
             sys.set_asyncgen_hooks(firstiter=None)
             collectors = [
-                loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
+                loop.create_task(collect_when_idle(lambda: app.generating)),
                 loop.create_task(collect_young(lambda: app.generating)),
             ]
             reporter.report("ready")

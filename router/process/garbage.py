@@ -7,9 +7,9 @@ below 5 ms:
 - Young objects are collected every 25 ms while requests are in flight. Python itself collects them once there are
   thousands more of them than objects freed. Where as many streams end as begin, that takes seconds, and then all
   streams that began meanwhile are visited at once.
-- A full collection visits all that requests and connections have made: about 140 objects per stream, 60 to 120 ms for a
-  thousand streams. So it runs while there are few. Streams that end leave no garbage in cycles: a crowd can do without
-  it, unless memory grows.
+- A full collection visits all that requests and connections have made: about 140 objects per stream, 10 ms for 60
+  streams and 60 to 120 ms for a thousand. So it runs while no request is in flight. Streams that end leave no garbage
+  in cycles: a router that is never idle can do without it, unless memory grows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from collections.abc import Callable
 YOUNG, MIDDLE = 3_500, 2
 # Python never starts a full collection by itself.
 NEVER = 1 << 30
-# Memory blocks of Python, some 70 bytes each, by which the process may grow before a full collection runs even in a
-# crowd, and the blocks of a live request, which are not garbage.
+# Memory blocks of Python, some 70 bytes each, by which the process may grow before a full collection runs although
+# requests are in flight, and the blocks of a live request, which are not garbage.
 MAX_GROWN, BLOCKS_PER_REQUEST = 2_000_000, 400
-# Connections, and requests in flight, up to which a full collection takes a few milliseconds.
-QUIET = 64
 INTERVAL = 2.0  # seconds
 # Seconds between two collections of young objects while requests are in flight, and while none is.
 YOUNG_INTERVAL, IDLE_INTERVAL = 0.025, 0.25
@@ -41,27 +39,23 @@ def prepare_heap() -> None:
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
 
 
-def full_collection_is_due(pending: int, connections: int, active: int, grown: int) -> bool:
+def full_collection_is_due(pending: int, active: int, grown: int) -> bool:
     """
     Args:
         pending: collections of the middle generation since the last full one.
         active: requests in flight.
         grown: memory blocks beyond those that were in use after the last full collection.
     """
-    if pending and (not active or max(connections, active) <= QUIET):
-        return True
-    return grown > MAX_GROWN + active * BLOCKS_PER_REQUEST
+    return bool(pending and not active) or grown > MAX_GROWN + active * BLOCKS_PER_REQUEST
 
 
-async def collect_when_quiet(
-    connections: Callable[[], int], active: Callable[[], int], interval: float = INTERVAL
-) -> None:
+async def collect_when_idle(active: Callable[[], int], interval: float = INTERVAL) -> None:
     """Run a full collection if it is due, every `interval` seconds until cancelled. `active`: requests in flight."""
     settled = sys.getallocatedblocks()
     while True:
         await asyncio.sleep(interval)
         grown = sys.getallocatedblocks() - settled
-        if full_collection_is_due(gc.get_count()[2], connections(), active(), grown):
+        if full_collection_is_due(gc.get_count()[2], active(), grown):
             gc.collect()
             settled = sys.getallocatedblocks()
 

@@ -150,11 +150,6 @@ class HttpListeners:
             response.headers["Connection"] = "close"
 
     @property
-    def connections(self) -> int:
-        """Number of open connections of all listeners."""
-        return _open(self._runners)
-
-    @property
     def open_connections(self) -> int:
         """Number of open connections on ports."""
         return _open(self._on_ports)

@@ -1,4 +1,4 @@
-"""Young objects are collected a few at a time, all objects while there are few, and those of the start never."""
+"""Young objects are collected a few at a time, all objects while no request is in flight, those of the start never."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from router.process.garbage import (
     BLOCKS_PER_REQUEST,
     MAX_GROWN,
-    QUIET,
-    collect_when_quiet,
+    collect_when_idle,
     collect_young,
     full_collection_is_due,
 )
@@ -39,44 +38,41 @@ def collections() -> Iterator[list[int]]:
     gc.enable()
 
 
-async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(collections: list[int]) -> None:
-    connected, asked = QUIET + 1, 0
+async def test_it_collects_only_while_no_request_is_in_flight(collections: list[int]) -> None:
+    in_flight, asked = 1, 0
 
-    def connections() -> int:
+    def active() -> int:
         nonlocal asked
         asked += 1
-        return connected
+        return in_flight
 
     # Simulates that new objects survived: otherwise there is nothing to collect.
     gc.collect(1)
-    task = asyncio.create_task(collect_when_quiet(connections, lambda: connected, 0.0))
+    task = asyncio.create_task(collect_when_idle(active, 0.0))
     try:
         await eventually(lambda: asked > 3)
         assert 2 not in collections
-        connected = QUIET
+        in_flight = 0
         await eventually(lambda: 2 in collections)
     finally:
         task.cancel()
 
 
 @pytest.mark.parametrize(
-    ("pending", "connections", "active", "grown", "due"),
+    ("pending", "active", "grown", "due"),
     [
-        (0, 1, 1, 0, False),
-        (1, QUIET, QUIET, 0, True),
-        (10_000, QUIET + 1, 1, 0, False),
-        # many prompts of one connection
-        (10_000, 1, QUIET + 1, 0, False),
-        (1, 1000, 0, 0, True),
-        (0, 1000, 0, 0, False),
-        (0, 1000, 1, MAX_GROWN + BLOCKS_PER_REQUEST, False),
-        (0, 1000, 1, MAX_GROWN + BLOCKS_PER_REQUEST + 1, True),
+        (0, 0, 0, False),
+        (1, 0, 0, True),
+        (10_000, 1, 0, False),
+        (0, 0, MAX_GROWN + 1, True),
+        (0, 1, MAX_GROWN + BLOCKS_PER_REQUEST, False),
+        (0, 1, MAX_GROWN + BLOCKS_PER_REQUEST + 1, True),
         # the growth is that of live requests
-        (0, 1000, 1000, MAX_GROWN + 1000 * BLOCKS_PER_REQUEST, False),
+        (0, 1000, MAX_GROWN + 1000 * BLOCKS_PER_REQUEST, False),
     ],
 )
-def test_what_is_due(pending: int, connections: int, active: int, grown: int, due: bool) -> None:
-    assert full_collection_is_due(pending, connections, active, grown) is due
+def test_what_is_due(pending: int, active: int, grown: int, due: bool) -> None:
+    assert full_collection_is_due(pending, active, grown) is due
 
 
 async def test_a_young_object_is_visited_once_and_soon(collections: list[int]) -> None:
