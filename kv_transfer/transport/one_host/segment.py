@@ -3,6 +3,9 @@
 The name identifies the owner: tandem.<uid>.<pid namespace>.<pid>.<start ticks>.<incarnation>.<region>. A segment is
 unlinked when its owner closes it; segments of a killed owner are removed by the next `sweep_orphans`, which sees from
 the name that the owner is dead even if its pid was assigned to another process.
+
+Others may remove a name while the owner lives: systemd-logind does so when the owner's user logs out (`RemoveIPC` in
+logind.conf). Then peers find the segment among the open files of its owner.
 """
 
 from __future__ import annotations
@@ -61,12 +64,15 @@ def create(name: str, nbytes: int) -> mmap.mmap:
 
 
 def attach(name: str, nbytes: int) -> mmap.mmap:
-    """Map a peer's segment. Raises HandshakeRefused if it does not exist, has another owner or is too small.
+    """Map a peer's segment. Raises HandshakeRefused if it does not exist, is of another user or is too small.
 
     Raises OSError if this process lacks descriptors or memory.
     """
     try:
-        fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = os.open(SHM_DIR / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            fd = _open_removed(name)
     except OSError as error:
         if error.errno in EXHAUSTED:
             raise
@@ -82,6 +88,19 @@ def attach(name: str, nbytes: int) -> mmap.mmap:
         return _map(fd, nbytes)
     finally:
         os.close(fd)
+
+
+def _open_removed(name: str) -> int:
+    """Open a segment whose name was removed while its owner has it open. Raises OSError."""
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(SHM_DIR / name))
+    match = _NAME.fullmatch(name)
+    if match is None or process.start_ticks(int(match[3])) != int(match[4]):
+        raise missing
+    for each in Path(f"/proc/{match[3]}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            if os.readlink(each) == f"{SHM_DIR / name} (deleted)":
+                return os.open(each, os.O_RDWR | os.O_CLOEXEC)
+    raise missing
 
 
 def attach_owned(name: str, owner: process.ProcessIdentity, incarnation: str, nbytes: int) -> mmap.mmap:

@@ -89,7 +89,7 @@ def test_without_a_private_runtime_directory(
 def test_a_directory_that_is_removed_at_logout_is_used_only_if_the_user_lingers(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, lingers: bool
 ) -> None:
-    """A detached cluster, and one in tmux, would lose its sockets and its files, and no command would find it."""
+    """A cluster that does not belong to that login, as in a job, would lose its sockets and its files."""
     logins, lingering = runtime / "user", runtime / "linger"
     own = logins / str(os.getuid())
     own.mkdir(0o700, parents=True)

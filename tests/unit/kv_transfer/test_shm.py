@@ -26,6 +26,7 @@ from kv_transfer.transport.one_host.segment import sweep_orphans
 from kv_transfer.transport.shm.kind import ShmDescription
 from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock, Decode
@@ -146,9 +147,37 @@ def test_refused_segments(receiver: ShmReceiver) -> None:
     too_much = Target(wanted.incarnation, wanted.description, LAYOUT.total_bytes, 10**6)
     with pytest.raises(HandshakeRefused, match="its layout needs 1000000"):
         ShmSender().attach(too_much)
-    segments(receiver)[1].unlink()
+    for owner in (process.current(), ProcessIdentity(process.current().host, process.current().pid, 1)):
+        name = f"tandem.0.0.{owner.pid}.{owner.started}.{INCARNATION}"
+        missing = ShmDescription(f"{name}.kv", f"{name}.records", owner)
+        with pytest.raises(HandshakeRefused, match=r"cannot be opened \(No such file or directory\)"):
+            ShmSender().attach(Target(INCARNATION, missing, LAYOUT.total_bytes, 256))
+
+
+def test_a_segment_whose_name_somebody_has_removed_is_found_by_its_owner(
+    child: Callable[[str], Child],
+) -> None:
+    """As systemd-logind does when the user logs out: a prefill node that starts later has to reach the pool."""
+    before = open_descriptors()
+    owner = child(
+        "from kv_transfer.transport.one_host.segment import OwnSegments\n"
+        f"own = OwnSegments({INCARNATION!r})\n"
+        "views = [own.create('kv', 4096), own.create('records', 4096)]\n"
+        "views[0][:5] = b'pages'\n"
+        "print(own.names['kv'], flush=True)"
+    )
+    (shm_segment.SHM_DIR / owner.line).unlink()
+    mapped = shm_segment.attach_owned(owner.line, owner.identity, INCARNATION, 4096)
+    assert mapped[:5] == b"pages"
+    mapped.close()
+    records = owner.line.replace(".kv", ".records")
+    (shm_segment.SHM_DIR / records).unlink()
+    with pytest.raises(HandshakeRefused, match="has 4096 bytes, its layout needs 8192"):
+        shm_segment.attach_owned(records, owner.identity, INCARNATION, 8192)
+    owner.end()
     with pytest.raises(HandshakeRefused, match="cannot be opened"):
-        ShmSender().attach(wanted)
+        shm_segment.attach(owner.line, 4096)
+    assert open_descriptors() == before
 
 
 def test_no_room_in_dev_shm_is_a_sentence() -> None:
