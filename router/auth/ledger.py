@@ -29,7 +29,8 @@ from typing import NamedTuple, Protocol
 
 from common.errors import ConfigError
 
-MAX_KEYS = 16_384  # rows of a file; pages that no row uses take no memory
+MAX_KEYS = 16_384  # rows of a file, which has 1 MiB
+BLOCK = 512  # bytes; unit of st_blocks
 LOCK_SECONDS = 2.0  # for which a process waits for the lock on its own file
 VERSION = 2  # of the layout
 _HEADER, _ROW = 3, 8  # words
@@ -203,8 +204,10 @@ class _File:
         self._path = path
         try:
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if os.fstat(self._descriptor).st_size < _BYTES:
-                os.ftruncate(self._descriptor, _BYTES)
+            found = os.fstat(self._descriptor)
+            if min(found.st_size, found.st_blocks * BLOCK) < _BYTES:
+                # Without the reservation, a disk that is full later kills this process at the first touch of a page.
+                os.posix_fallocate(self._descriptor, 0, _BYTES)
             self._map = mmap.mmap(self._descriptor, _BYTES)
         except OSError as error:
             raise ConfigError("process.run_dir", f"cannot use {path}: {error.strerror}") from error

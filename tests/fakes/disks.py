@@ -16,7 +16,7 @@ SIZE = "256k"
 
 @dataclass(frozen=True)
 class FullDisk:
-    """A tmpfs of 256 KiB. Its path is short enough for sockets."""
+    """A tmpfs, by default of 256 KiB. Its path is short enough for sockets."""
 
     path: Path
 
@@ -35,8 +35,15 @@ class FullDisk:
 
 @pytest.fixture
 def small_disk() -> Iterator[FullDisk]:
+    with mounted(SIZE) as disk:
+        yield disk
+
+
+@contextlib.contextmanager
+def mounted(size: str) -> Iterator[FullDisk]:
+    """Give a tmpfs of this size; skip the test if that is not allowed."""
     with tempfile.TemporaryDirectory(prefix="td") as directory:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},mode=700", "tmpfs", directory]
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", directory]
         try:
             subprocess.run(mount, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):

@@ -19,6 +19,10 @@ from router.auth.ledger import SharedLedger
 from router.auth.quotas import Quota, Quotas
 from tests.fakes.api_keys import api_key
 from tests.fakes.clock import Clock
+from tests.fakes.disks import FullDisk, mounted, small_disk
+from tests.fakes.waiting import PATIENCE
+
+__all__ = ["small_disk"]
 
 
 class Host:
@@ -352,3 +356,33 @@ def test_a_dead_process_is_known_as_dead_while_another_one_looks_too(host: Host)
     with host.paths[0].open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_SH)  # as another process does for a moment
         host.quota(1, concurrency=1).admit()
+
+
+USES_MANY_KEYS = """
+import sys
+from pathlib import Path
+from router.auth.ledger import Levels, SharedLedger, Use
+made = SharedLedger(Path(sys.argv[1]), [Path(sys.argv[2])])
+print("started", flush=True)
+sys.stdin.readline()
+for index in range(1000):
+    made.key(f"key {index}").add(Use(1, 1, 1), Levels(1.0, 1.0, 1.0))
+print(made.key("key 999").running(), flush=True)
+"""
+
+
+def test_further_keys_need_no_room_on_a_disk_that_has_become_full() -> None:
+    """A page of a mapped file for which there is no room ends the process that touches it, with SIGBUS."""
+    with mounted("8m") as disk:
+        command = [sys.executable, "-c", USES_MANY_KEYS, str(disk.path / "0.use"), str(disk.path / "1.use")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+            disk.fill()
+            said, _ = process.communicate("\n", PATIENCE)
+        assert (process.returncode, said) == (0, "0\n")
+
+
+def test_a_disk_without_room_for_the_file_is_a_refusal(small_disk: FullDisk) -> None:
+    with pytest.raises(ConfigError, match=r"process\.run_dir: cannot use .*0\.use: No space left on device"):
+        SharedLedger(small_disk.path / "0.use", [])
