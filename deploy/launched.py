@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,13 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config.router_processes import names_router
+from common.errors import ConfigError
 from common.process_entry import Entry
+from kv_transfer.transport.one_host.segment import sweep_orphans
 
 POLL_SECONDS = 0.05
 
 
 def end_launched(processes: Sequence[tuple[str, Entry]], grace: float) -> list[str]:
-    """Tell them to drain and wait up to `grace` seconds for each role; return those that still run, with their pids."""
+    """Tell them to drain and wait up to `grace` seconds for each role; return those that still run, with their pids.
+
+    Shared memory is removed that processes of this user have left: one that is still loading does not drain, but ends.
+    """
     routers = [each for name, each in processes if names_router(name)]
     nodes = [each for name, each in processes if not names_router(name)]
     for role in (routers, nodes):
@@ -24,6 +30,8 @@ def end_launched(processes: Sequence[tuple[str, Entry]], grace: float) -> list[s
         deadline = time.monotonic() + grace
         while any(process.alive for process in role) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+    with contextlib.suppress(OSError, ConfigError):
+        sweep_orphans()
     return [f"{name} (pid {each.pid})" for name, each in processes if each.alive]
 
 

@@ -119,3 +119,19 @@ class ProcessWatch:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def has_ended(pid: int, started: int) -> bool:
+    """Return whether a process has ended, whether or not its parent has collected its exit code.
+
+    Raises OSError if its start time cannot be read.
+    """
+    if start_ticks(pid) != started:
+        return True
+    try:
+        watch = ProcessWatch(ProcessIdentity("", pid, started))
+    except OSError:  # a kernel without pidfds
+        return False
+    ended = watch.dead
+    watch.close()
+    return ended

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import re
+import weakref
 from pathlib import Path
 
 from common.errors import ConfigError, HandshakeRefused
@@ -116,12 +117,16 @@ def unlink(name: str) -> None:
 
 
 class OwnSegments:
-    """The segments of this process, by region. Their names exist until `close`, since peers may attach at any time."""
+    """The segments of this process, by region. Their names exist until `close`, since peers may attach at any time.
+
+    A process that ends without `close`, as one whose start has failed, removes them at its exit: they take memory.
+    """
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._maps: list[mmap.mmap] = []
         self.names: dict[str, str] = {}  # region -> name
+        weakref.finalize(self, _remove, self.names, os.getpid())
 
     def create(self, region: str, nbytes: int) -> memoryview:
         name = segment_name(self._incarnation, region)
@@ -132,10 +137,16 @@ class OwnSegments:
 
     def close(self) -> None:
         """Remove the names. A segment is unmapped when its last view is dropped."""
-        for name in self.names.values():
-            unlink(name)
-        self.names.clear()
+        _remove(self.names, os.getpid())
         self._maps.clear()
+
+
+def _remove(names: dict[str, str], owner: int) -> None:
+    """Remove the names, unless this is a forked child of the process that owns them."""
+    if os.getpid() == owner:
+        for name in names.values():
+            unlink(name)
+        names.clear()
 
 
 def sweep_orphans() -> list[str]:
@@ -152,7 +163,7 @@ def sweep_orphans() -> list[str]:
         if match is None:
             continue
         with contextlib.suppress(OSError):
-            if process.start_ticks(int(match[3])) != int(match[4]):
+            if process.has_ended(int(match[3]), int(match[4])):
                 path.unlink(missing_ok=True)
                 removed.append(path.name)
     return removed

@@ -15,6 +15,8 @@ import pytest
 from common.launch_record import FOLDER, launch_record, launched
 from common.process_entry import Entry, entry
 from deploy.launched import elsewhere, end_launched
+from kv_transfer.transport.one_host import segment
+from kv_transfer.transport.one_host.process import pid_namespace
 from tests.fakes.waiting import PATIENCE
 
 Process = subprocess.Popen[bytes]
@@ -141,6 +143,20 @@ def test_all_of_them_drain(processes: Processes) -> None:
     names = ("decode-0", "prefill-0", "router")
     assert end_launched([(n, entry(c.pid)) for n, c in zip(names, children, strict=True)], PATIENCE) == []
     assert [child.wait(PATIENCE) for child in children] == [0, 0, 0]
+
+
+def test_memory_of_one_that_was_still_loading_is_removed(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends at once at SIGTERM, without a handler."""
+    monkeypatch.setattr(segment, "SHM_DIR", tmp_path)
+    child = processes.start("print(1, flush=True); input()")
+    loading = entry(child.pid)
+    owner = f"tandem.{os.getuid()}.{pid_namespace()}.{loading.pid}.{loading.started}"
+    left = tmp_path / f"{owner}.{'ab' * 16}.kv"
+    left.touch()
+    assert end_launched([("decode-0", loading)], PATIENCE) == []
+    assert not left.exists()
 
 
 def test_one_that_does_not_end_is_named(processes: Processes) -> None:

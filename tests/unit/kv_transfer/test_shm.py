@@ -142,6 +142,29 @@ def test_refused_descriptions(receiver: ShmReceiver, changes: dict[str, object],
         ShmSender().attach(target(receiver, **changes))
 
 
+@pytest.mark.parametrize("end", ["raise SystemExit('the start has failed')", "raise KeyboardInterrupt", ""])
+def test_a_process_that_ends_before_it_serves_leaves_no_segments(own_directory: Path, end: str) -> None:
+    """Its children do not remove them before."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from kv_transfer.transport.one_host import segment
+segment.SHM_DIR = Path(sys.argv[1])
+own = segment.OwnSegments({INCARNATION!r})
+own.create("kv", 4096)
+if not (child := os.fork()):
+    sys.exit()
+os.waitpid(child, 0)
+print(len(os.listdir(sys.argv[1])), flush=True)
+{end}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(own_directory)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "1\n"
+    assert os.listdir(own_directory) == []
+
+
 def test_refused_segments(receiver: ShmReceiver) -> None:
     wanted = target(receiver)
     too_much = Target(wanted.incarnation, wanted.description, LAYOUT.total_bytes, 10**6)
@@ -221,6 +244,22 @@ def test_a_killed_owner_is_swept_and_a_living_one_is_not(
     assert {owner.line, owner.line.replace(".kv", ".records")} <= set(removed)
     assert not path.exists()
     assert all(own.exists() for own in segments(receiver))
+
+
+def test_an_owner_whose_exit_code_nobody_has_collected_is_swept(
+    child: Callable[[str], Child], own_directory: Path
+) -> None:
+    """As a process that `deploy/down` has just ended: its parent may be busy."""
+    owner = child("print(1, flush=True)")
+    me, prefix = owner.identity, f"tandem.{os.getuid()}.{process.pid_namespace()}"
+    left = own_directory / f"{prefix}.{me.pid}.{me.started}.{INCARNATION}.kv"
+    left.touch()
+    assert sweep_orphans() == []
+    owner.popen.kill()
+    watch = ProcessWatch(me)
+    until(lambda: watch.dead)
+    assert process.start_ticks(me.pid) == me.started
+    assert sweep_orphans() == [left.name]
 
 
 def test_sweeping_detects_reused_pids_and_spares_foreign_segments(own_directory: Path) -> None:
