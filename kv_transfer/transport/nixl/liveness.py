@@ -21,12 +21,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import HandshakeRefused
 from common.exhaustion import EXHAUSTED, RETRY_SECONDS
+from kv_transfer.transport.nixl.lookup import addresses_of
 from kv_transfer.transport.tcp import frames as tcp_frames
 from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.listener import listening_socket
@@ -272,10 +273,26 @@ class LivenessConnections:
         self._socks.clear()
 
 
+def _connection(host: str, others: Sequence[str], port: int) -> socket.socket:
+    """Return a connection to the first of these addresses that accepts one, all within _CONNECT_SECONDS."""
+    until = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.001))
+        except OSError:
+            if not others:
+                raise
+            host, *others = others
+
+
 def _connect(where: tuple[str, int], key: bytes) -> socket.socket:
-    """Return a connection that has answered the challenge. Waits at most twice _CONNECT_SECONDS; raises OSError."""
+    """Return a connection that has answered the challenge.
+
+    Waits at most LOOKUP_SECONDS and twice _CONNECT_SECONDS; raises OSError.
+    """
+    host, *others = addresses_of(where[0])
     deadline = time.monotonic() + 2 * _CONNECT_SECONDS
-    sock = socket.create_connection(where, timeout=_CONNECT_SECONDS)
+    sock = _connection(host, others, where[1])
     try:
         challenge = b""
         while missing := tcp_frames.CHALLENGE.size - len(challenge):

@@ -275,6 +275,57 @@ def test_a_place_that_does_not_answer_is_not_waited_for_again_at_once(
     assert len(asked) == 2
 
 
+def test_a_name_server_that_does_not_answer_does_not_hold_the_main_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that waited as long as a resolver does would count as hung."""
+    answered = threading.Event()
+
+    def lookup(*arguments: object, **options: object) -> list[object]:
+        answered.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr("kv_transfer.transport.nixl.lookup.LOOKUP_SECONDS", 0.01)
+    try:
+        with pytest.raises(
+            HandshakeRefused, match=r"the addresses of decode\.example were not found within 0.01 s"
+        ):
+            LivenessConnections().hold(TcpDescription("decode.example", 7, bytes(32)))
+    finally:
+        answered.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(socket.gaierror(-2, "Name or service not known"), "not known"), (UnicodeError("x"), "x")],
+)
+def test_a_name_that_is_not_found_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+) -> None:
+    def lookup(*arguments: object, **options: object) -> list[object]:
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    with pytest.raises(HandshakeRefused, match=f"decode.example:7 .*cannot be reached .*{says}"):
+        LivenessConnections().hold(TcpDescription("decode.example", 7, bytes(32)))
+
+
+def test_each_address_of_a_name_is_tried(keeper: LivenessListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of both protocols often has an address at which nobody listens."""
+    description = keeper.describe("p")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0)) for at in ("127.0.0.2", "127.0.0.1")]
+    lookup = socket.getaddrinfo
+
+    def of_name(host: str, *arguments: Any, **options: Any) -> Any:
+        return found if host == "decode.example" else lookup(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_name)
+    with closing(LivenessConnections()) as lines:
+        lines.hold(TcpDescription("decode.example", description.port, description.key))
+        met(keeper)
+
+
 def test_a_sender_without_a_free_descriptor_blames_no_place_and_tries_again_at_once(
     keeper: LivenessListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
