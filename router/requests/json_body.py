@@ -5,7 +5,6 @@ Independent of HTTP.
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import InvalidRequest
+from router.requests.malformed_json import malformed
 
 MAX_DEPTH = 64  # levels of nested arrays and objects
 MAX_EXACT = 1 << 53  # integers below it are exact as floats
@@ -21,7 +21,6 @@ MAX_COMMAS = 64 * MAX_ITEMS  # in such a list, whose items may be objects
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _QUOTE, _OPENS = b'"['
 # A number with a fraction or an exponent.
 _NOT_PLAIN = re.compile(rb"-?\d{1,16}(?:\.\d{1,16}|(?=[eE]))(?:[eE][+-]?\d\d?)?")
@@ -43,11 +42,11 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
             if whole is None:
                 raise
             return decoder.decode(whole)
-    except msgspec.MsgspecError as error:
-        if raw.startswith(_UTF_16):
-            raise InvalidRequest("the body is encoded in UTF-16; send JSON in UTF-8") from error
+    except msgspec.ValidationError as error:
         raise invalid_body(error) from error
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise malformed(raw, error) from error
+    except RecursionError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 

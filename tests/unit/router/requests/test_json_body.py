@@ -111,6 +111,45 @@ def test_other_numbers_are_refused_where_integers_belong(text: str) -> None:
     assert refusal.value.param == "count"
 
 
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (
+            b'{"a": 1, "temperature": NaN}',
+            'byte 24 after "temperature": JSON has no NaN or Infinity; send a number',
+        ),
+        (b'{"temperature": -Infinity}', 'after "temperature": JSON has no NaN or Infinity'),
+        (b'{"a": {"b": [1, nan]}}', 'after "b": JSON has no NaN or Infinity'),
+        (b'{"stream": True}', 'after "stream": JSON has null, true and false'),
+        (b'{"prompt": "a\nb"}', 'after "prompt": control characters in texts are escaped'),
+        (rb'{"prompt": "x\ud800"}', r'byte 13 after "prompt": \ud800 is half of a character'),
+        (rb'{"prompt": "x\ud800 and more"}', r"\ud800 is half of a character"),
+        (rb'{"prompt": "\\\udc00 and more"}', r"\udc00 is half of a character"),
+        (rb'{"prompt": "\ud83d\ude42 \\ud800', "it ends too early; send all of it"),
+        (b'{"prompt": "x"', 'byte 14 after "prompt": it ends too early'),
+        (b'{"prompt": "\xe9"}', 'byte 12 after "prompt": it is not encoded in UTF-8'),
+        (b'{"prompt": "x"}{}', "something follows its JSON object; send one object"),
+        (b"{'prompt': 'x'}", "byte 1: object keys must be strings; encode the body with a JSON library"),
+        (b" \n", "the body is empty; send a JSON object"),
+    ],
+)
+def test_a_body_that_is_not_json_is_refused_with_the_place_and_the_remedy(raw: bytes, says: str) -> None:
+    for body in (raw, bytearray(raw)):
+        with pytest.raises(InvalidRequest) as refusal:
+            decode_json(body, msgspec.json.Decoder(dict[str, Any]))
+        assert says in str(refusal.value)
+
+
+@given(st.binary(min_size=1, max_size=8), st.integers(0, 60))
+def test_bytes_in_a_body_never_cause_another_error(added: bytes, place: int) -> None:
+    body = rb'{"messages": [{"content": "\ud83d\ude42 \n"}], "temperature": 1.5}'
+    try:
+        said = str(decode_json(body[:place] + added + body[place:], msgspec.json.Decoder(dict[str, Any])))
+    except InvalidRequest as refusal:
+        said = str(refusal)
+    assert said.startswith(("{", "the body is not valid", "["))
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 def test_utf_16_is_refused_by_its_name(encoding: str) -> None:
     """Older versions of PowerShell write files so."""
