@@ -49,7 +49,7 @@ PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_
 def with_children(process: Path) -> Iterator[Path]:
     """Yield a process's directory in /proc, and those of its descendants.
 
-    The fork that a `text_fork_client` waits for counts as its child.
+    The fork that a `fork_client` waits for counts as its child.
     """
     yield process
     children: list[str] = []

@@ -1,9 +1,10 @@
-"""Asks a server of `text_forks` for a fork, which becomes the spawn process of the router that runs this program.
+"""Asks a server of `socket_forks` for a fork, which takes the place of this program.
 
-    python -I -S tests/fakes/text_fork_client.py PATH
+    python -I -S tests/fakes/fork_client.py PATH
 
 It passes on its standard streams, directory, environment and limits, and ends as the fork does. If it is killed, the
-server kills the fork. It imports next to nothing: a router of a test cluster would otherwise import for half a second.
+server kills the fork. Further arguments have no effect. It imports next to nothing: a router of a test cluster would
+otherwise import for half a second.
 """
 
 import _socket
