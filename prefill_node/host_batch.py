@@ -1,4 +1,4 @@
-"""The host arrays of one forward: built here, sent to the device in one copy, and unpacked there by name."""
+"""The host arrays of one forward and of the draws that follow: each sent to the device in one copy, unpacked by name."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class HostBatch:
         for row, chunk in enumerate(chunks):
             pages = np.asarray(chunk.pages, dtype=np.int64)
             table[row, : len(pages)] = pages
-            page, offset = np.divmod(np.arange(chunk.start, chunk.end), page_size)
-            slots[first : first + chunk.length] = pages[page] * page_size + offset
+            page, offset = divmod(chunk.start, page_size)
+            of_pages = (pages[page:, None] * page_size + np.arange(page_size)).reshape(-1)
+            slots[first : first + chunk.length] = of_pages[offset : offset + chunk.length]
             first += chunk.length
         last_rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.final]
         lens, rows = np.asarray(ends, dtype=np.int32), np.asarray(last_rows, dtype=np.int64)

@@ -110,21 +110,20 @@ class PrefillStep:
         chunks = plan.chunks
         draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
         host = HostBatch.of(chunks, self._page_size, self._rotary)
-        drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
         watch = self._start_watch()
-        sent = send((*host.arrays, *drawn_with.arrays), self._device)
+        sent = send(host.arrays, self._device)
         # Not before the inputs: the device copies in order, so the forward would begin after all pages.
         comparison = load()
         returned = any(chunk.states for chunk in chunks)
         mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
-        batch = host.on_device(sent[: len(host.arrays)], mode)
+        batch = host.on_device(sent, mode)
         embeds = self._embeds(chunks, batch)
         output = self._forward(batch, None if embeds is None else embeds.rows)
         scores = self._scores(plan, output)
         states = _states(chunks, output) if returned else ()
         sampled = None
         if plan.sampling is not None:
-            sampled = self._sample(draws, output, sent[len(host.arrays) :], plan.sampling)
+            sampled = self._sample(draws, [chunk.end for chunk in chunks if chunk.final], output, plan.sampling)
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
@@ -142,13 +141,15 @@ class PrefillStep:
     def _sample(
         self,
         draws: Sequence[FirstDraw],
+        lengths: Sequence[int],
         output: ForwardOutput,
-        sent: Sequence[torch.Tensor],
         variant: SamplingVariant,
     ) -> SampleOutput:
+        """`lengths`: tokens of each prompt. What only the draw needs is sent while the device runs the forward."""
         if variant.adjust is not None:
             for row, draw in enumerate(draws, start=1):
                 self._adjustments.write(row, draw.sampling, draw.tokens(), draw.outputs)
+        sent = send(HostDraws.of(draws, lengths).arrays, self._device)
         batch = HostDraws.on_device(sent, variant, self._adjustments)
         if variant.masked:
             batch.masks = _masks(draws, self._device)

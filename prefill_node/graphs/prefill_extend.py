@@ -31,7 +31,7 @@ from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey, toke
 from common.engine.models.causal_lm import BodyOutput
 from prefill_node.around_attention import AroundAttention
 from prefill_node.graphs.backends.body_point import run_body
-from prefill_node.graphs.backends.break_point import break_point
+from prefill_node.graphs.backends.break_point import break_point, next_segment
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 
 MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
@@ -39,6 +39,9 @@ MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
 # breaks, runs in that graph, where each layer waits for its own copies only. For an 8B model on an H200, 9,216 tokens
 # take 23 ms to copy, and its 576 tokens 9 ms longer than 128 in a graph without breaks, which would wait for all.
 LOADED_PER_TOKEN = 16
+# The first segment of a graph without breaks has this share of the layers. A launch of a graph of 260 kernels takes the
+# host 0.1 to 0.2 ms, until whose end the device does nothing.
+FIRST_LAYERS = 8
 OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
 
 
@@ -60,6 +63,36 @@ class BreakableAttention(AroundAttention):
         eps: float = 0.0,
     ) -> Tensor:
         return super().mix(layer, operation, projected, width, weights, eps)
+
+
+class SegmentedAttention(AroundAttention):
+    """An attention backend after whose layer `last` a graph continues in a new segment."""
+
+    def __init__(self, inner: AttentionBackend, last: int) -> None:
+        super().__init__(inner)
+        self._last = last
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = super().forward(layer, query, key, value)
+        self._divide(layer)
+        return attended
+
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
+        mixed = super().mix(layer, operation, projected, width, weights, eps)
+        self._divide(layer)
+        return mixed
+
+    def _divide(self, layer: int) -> None:
+        if layer == self._last:
+            next_segment()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +184,8 @@ class ExtendBody:
         """`shapes`: those that are captured, in ascending order."""
         self._runner = runner
         self._broken = BreakableAttention(runner.attention)
+        first = runner.model.config.num_layers // FIRST_LAYERS
+        self._unbroken = SegmentedAttention(runner.attention, first)
         self.static = static
         # tokens of the smallest graph with breaks; 0: there is none
         self._least_broken = next((each.tokens for each in shapes if not static.serves(each.tokens)), 0)
@@ -188,7 +223,7 @@ class ExtendBody:
 
     def run(self, inputs: Inputs, variant: str) -> BodyOutput:
         positions = inputs["positions"]
-        attention = self._runner.attention if self.static.serves(len(positions)) else self._broken
+        attention = self._unbroken if self.static.serves(len(positions)) else self._broken
         return run_body(self._runner.model, inputs["embeds"], positions, attention)
 
     def _embeds(self, call: ExtendCall) -> Tensor:

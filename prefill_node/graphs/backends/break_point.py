@@ -27,6 +27,8 @@ class BreakHandler(Protocol):
         self, function: Callable[..., Tensor | None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None: ...
 
+    def next_segment(self) -> None: ...
+
 
 _active: ContextVar[BreakHandler | None] = ContextVar("break_handler", default=None)
 
@@ -44,6 +46,16 @@ def break_point(function: Callable[P, R]) -> Callable[P, R]:
         return answer
 
     return wrapper
+
+
+def next_segment() -> None:
+    """End the segment of a breakable capture and begin the next one; elsewhere do nothing.
+
+    The device begins with a segment once it has all of it, so a short first one lets it begin sooner.
+    """
+    handler = _active.get()
+    if handler is not None:
+        handler.next_segment()
 
 
 @contextmanager

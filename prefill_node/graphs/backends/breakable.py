@@ -97,6 +97,10 @@ class _Cuts:
     def end_segment(self) -> None:
         self.steps.append(self._recorder.end())
 
+    def next_segment(self) -> None:
+        self.end_segment()
+        self._recorder.begin()
+
     def take_break(
         self, function: Callable[..., Tensor | None], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:

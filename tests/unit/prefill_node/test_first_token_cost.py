@@ -17,7 +17,7 @@ from tests.fakes.scenarios import prompt_of
 
 PROMPTS = 6
 # With the links of this test, which do not call ZMQ: before the forward, and from its end to the first token.
-MAX_BEFORE, MAX_AFTER = 225, 60
+MAX_BEFORE, MAX_AFTER = 230, 60
 
 
 def calls_of_a_turn(cluster: NodeCluster) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine.graphs.backends.base import CaptureError
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
-from prefill_node.graphs.backends.break_point import break_point
+from prefill_node.graphs.backends.break_point import break_point, next_segment
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 
 X = torch.randn(4, 3)
@@ -75,6 +75,24 @@ def test_outside_a_capture_and_in_a_full_one_a_break_point_is_a_plain_call() -> 
 def test_no_break_hit_is_one_graph() -> None:
     recording = BreakableGraphs(TapeRecorder()).capture(lambda: (X * 2).sum(0))
     assert (recording.breaks, len(recording.steps)) == (0, 1)
+
+
+def test_a_new_segment_continues_with_the_values_of_the_one_before_and_breaks_nothing() -> None:
+    def run() -> Tensor:
+        kept = X * 3
+        dropped = kept.tanh()
+        y = dropped + 1
+        del dropped
+        next_segment()
+        return y * kept
+
+    recording = BreakableGraphs(TapeRecorder()).capture(run)
+    assert (recording.breaks, len(recording.steps)) == (0, 2)
+    with torch.inference_mode():
+        for _ in range(2):
+            X.normal_()
+            recording.replay()
+            assert torch.equal(recording.output, run()), "outside a capture it does nothing"
 
 
 def test_a_break_may_write_into_the_bridge_or_return_nothing() -> None:

@@ -17,7 +17,7 @@ from common.engine.graphs.admission import Fallback
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
-from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.backends.tape import TapeRecorder, TapeSegment
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.graphs.slots import SlotError
@@ -135,6 +135,25 @@ def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
     for lengths, tokens in expected.items():
         shape, _ = extend.graphs.can_run(ExtendCall(driver.batch(range(len(lengths)), lengths)))
         assert (shape and shape.tokens) == tokens
+
+
+class CountedSegments(TapeRecorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []  # of each segment
+
+    def end(self) -> TapeSegment:
+        segment = super().end()
+        self.calls.append(len(segment.calls))
+        return segment
+
+
+def test_a_graph_without_breaks_has_a_short_first_segment() -> None:
+    """The device begins with it while the host launches the rest."""
+    recorder = CountedSegments()
+    extend_driver(IDS, BreakableGraphs(recorder), (16,), unbroken=ShapeKey(16, 2))
+    first, rest = recorder.calls
+    assert 0 < first < rest
 
 
 def test_few_tokens_take_a_graph_with_breaks_beside_a_long_load() -> None:
