@@ -1,4 +1,4 @@
-"""The host arrays of one forward and of the draws that follow: each sent to the device in one copy, unpacked by name."""
+"""The host arrays of a forward and of the draws that follow it: each go to the device in one copy, unpacked by name."""
 
 from __future__ import annotations
 

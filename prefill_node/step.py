@@ -123,7 +123,9 @@ class PrefillStep:
         states = _states(chunks, output) if returned else ()
         sampled = None
         if plan.sampling is not None:
-            sampled = self._sample(draws, [chunk.end for chunk in chunks if chunk.final], output, plan.sampling)
+            sampled = self._sample(
+                draws, [chunk.end for chunk in chunks if chunk.final], output, plan.sampling
+            )
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)

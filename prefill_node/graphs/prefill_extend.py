@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import (
     SAVES,
     BatchState,

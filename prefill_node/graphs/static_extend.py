@@ -15,6 +15,7 @@ from common.engine.attention.whole_prompt import MIN_TOKENS
 from common.engine.forward.batch import SAVES, BatchState, ForwardBatch
 from common.engine.graphs.slots import poison_value
 from common.engine.graphs.spec import ShapeKey
+from common.engine.ops.held_requests import hold_requests
 
 UNBROKEN_TOKENS = 512  # the host chooses no kernel by lengths
 assert UNBROKEN_TOKENS < MIN_TOKENS
@@ -44,16 +45,13 @@ class StaticExtend:
 
     def load(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch to the static tensors if it fits. Requests past the live ones have no tokens."""
-        count, width = batch.page_table.shape
+        count = len(batch.page_table)
         if count > self._limit.requests:
             return batch  # an eager run: no graph admits so many requests
         if self.poisoned:
             self.pages.fill_(poison_value(self.pages.dtype))
-        self.pages[:count, :width].copy_(batch.page_table)
-        self.starts[: count + 1].copy_(batch.query_start)
-        self.starts[count + 1 :] = batch.query_start[-1]
-        self.lens[:count].copy_(batch.seq_lens)
-        self.lens[count:].zero_()
+        live = batch.page_table, batch.query_start, batch.seq_lens
+        hold_requests(*live, self.pages, self.starts, self.lens)
         state = None
         if batch.state is not None:
             self._slots[:count].copy_(batch.state.slots)

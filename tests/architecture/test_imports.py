@@ -47,6 +47,7 @@ ONLY_PREFILL = (
     "common.engine.attention.prompt_attention",
     "common.engine.attention.segments",
     "common.engine.attention.whole_prompt",
+    "common.engine.ops.held_requests",
     "common.engine.models.llava",
     "common.engine.models.learned_tower",
     "common.engine.models.patch_attention",

@@ -46,6 +46,7 @@ from common.engine.ops.fp8_linear_norm import fp8_product_norm_quantized_cuda
 from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm_triton, fp8_rms_norm_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.held_requests import hold_requests_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
@@ -434,6 +435,10 @@ def drawing() -> None:
     gather_rows_triton(placed, column, column, column, table)
     lengths = torch.zeros(9, dtype=torch.int32)
     step_rows_triton(ids, column, lengths, column, table, PAGE)
+    starts = torch.zeros(rows + 1, dtype=torch.int32)
+    hold_requests_triton(
+        table[:rows], starts, lengths[:rows], table, torch.zeros(10, dtype=torch.int32), lengths
+    )
     advance_rows_triton(placed[:, 0], ids, lengths[:rows], column, lengths)
     depth = torch.arange(4).expand(rows, -1)
     window_places_triton(ids, ids, table[:rows].contiguous(), depth, 0, PAGE)

@@ -13,6 +13,7 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.filter_floor import filter_floor, filter_floor_reference
+from common.engine.ops.held_requests import hold_requests, hold_requests_reference
 from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
 from common.engine.ops.key_parts import Division
 from common.engine.ops.linear import gated_linear, linear, linear_reference
@@ -303,6 +304,20 @@ def test_both_ends_of_a_decode_step() -> None:
         advance_rows_reference(chosen[:count], tokens, lengths.int(), *theirs)
         for actual, expected in zip(ours, theirs, strict=True):
             assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("count", [1, 33, 64])
+def test_requests_that_a_prompt_graph_holds(count: int) -> None:
+    """The copy equals the reference, with pages past those of one program, and keeps what is beyond."""
+    pages = torch.randint(1, 1 << 30, (count, 1030), device=CUDA).int()
+    starts = torch.arange(0, 5 * count + 1, 5, device=CUDA).int()
+    found = []
+    for run in (hold_requests, hold_requests_reference):
+        held = [torch.full(size, 7, dtype=torch.int32, device=CUDA) for size in ((64, 1100), (65,), (64,))]
+        run(pages, starts, starts[1:].contiguous(), *held)
+        found.append(held)
+    for actual, expected in zip(*found, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("count", [1, 8])
