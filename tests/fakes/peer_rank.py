@@ -44,6 +44,7 @@ from common.errors import RankFailed
 from common.kv_cache.shard import Shard
 from common.node.ranks.device_group import LostRankWatch
 from kv_transfer.transport.cuda.cudart import CudaRuntime
+from tests.fakes import quick_interpreter
 
 # Rows and their size; more than 64 rows, and rows that end within a word, are streamed.
 CALLS = [
@@ -213,6 +214,7 @@ def gloo(store: Any, shard: Shard) -> Any:
 
 
 def on_host(host: SharedMemoryGroup, device: torch.device) -> None:
+    quick_interpreter.install()
     peer_memories.POLLS_PER_LOOK = 16  # the interpreter is slow
     allocator = HostAllocator()  # keeps the memory
     group = PeerMemoryGroup.connect(host, allocator, device, timeout=60.0)

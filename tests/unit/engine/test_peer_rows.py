@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
+from safetensors.torch import load_file, save_file
 
 from common.engine.ops import peer_rows
 from common.engine.ops.fp8_rows import quantize_rows_reference
@@ -25,7 +28,10 @@ from common.engine.ops.peer_reduce import (
 )
 from common.engine.ops.peer_rows import stream_sum
 from common.engine.ops.triton_kernel import tl
-from tests.fakes.peer_row_ranks import EPS, RANKS, SIZE, rank_memories, sum_rows
+from tests.cluster import fork_server
+from tests.cluster.harness import ROOT
+from tests.fakes.peer_row_ranks import EPS, RANKS, SIZE, rank_memories, shared_memory
+from tests.fakes.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -33,28 +39,35 @@ pytestmark = [
 ]
 
 
-def shared_memory() -> torch.Tensor:
-    return torch.zeros(RANKS, peer_bytes(RANKS), dtype=torch.uint8).share_memory_()
-
-
-def test_calls_of_several_sizes() -> None:
+def test_calls_of_several_sizes(tmp_path: Path) -> None:
     """Programs have one row or several, the last ones fewer; all places are used again."""
-    memory, host = shared_memory(), torch.zeros(2, dtype=torch.int32).share_memory_()
-    calls = [torch.randn(RANKS + 1, rows, SIZE).share_memory_() for rows in (3, 16, 1, 9)]
-    found = [torch.zeros(RANKS, 4, rows.shape[1], SIZE).share_memory_() for rows in calls]
-    weight = torch.randn(SIZE).share_memory_()
-    spawn(sum_rows, (memory, host, calls, weight, found), RANKS)
-    for call, results in zip(calls, found, strict=True):
+    calls = {str(i): torch.randn(RANKS + 1, rows, SIZE) for i, rows in enumerate((3, 16, 1, 9))}
+    weight = torch.randn(SIZE)
+    save_file({**calls, "weight": weight}, tmp_path / "given")
+    shared_memory(tmp_path)
+    program = "tests.fakes.peer_row_ranks"
+    with open(2, "wb", closefd=False) as log:
+        ranks = [
+            fork_server.start([program, str(tmp_path), str(rank)], ROOT, dict(os.environ), log)
+            for rank in range(RANKS)
+        ]
+    try:
+        assert [rank.wait(PATIENCE) for rank in ranks] == [0] * RANKS
+    finally:
+        for each in ranks:
+            each.kill()
+    found = [load_file(tmp_path / str(rank)) for rank in range(RANKS)]
+    for name, call in calls.items():
         parts = list(call[:RANKS])
         normed, total = peer_sum_rms_norm_reference(parts, call[RANKS], weight, EPS)
         codes, scales = quantize_rows_reference(normed, blocks=False)
-        for rank in range(RANKS):
-            assert torch.equal(results[rank, 0], peer_sum_reference(parts))
-            torch.testing.assert_close(results[rank, 1], normed, atol=1e-5, rtol=1e-5)
-            assert torch.equal(results[rank, 2], total)
+        for results in found:
+            assert torch.equal(results[name][0], peer_sum_reference(parts))
+            torch.testing.assert_close(results[name][1], normed, atol=1e-5, rtol=1e-5)
+            assert torch.equal(results[name][2], total)
             # Codes next to the border between two may be rounded in the other direction.
-            torch.testing.assert_close(results[rank, 3], codes.float() * scales, atol=1e-3, rtol=0.13)
-    assert host.tolist() == [0, 0]
+            torch.testing.assert_close(results[name][3], codes.float() * scales, atol=1e-3, rtol=0.13)
+    assert all(results["host"].tolist() == [0, 0] for results in found)
 
 
 def memory_of_two(polls: int = 3) -> tuple[RankMemories, torch.Tensor]:

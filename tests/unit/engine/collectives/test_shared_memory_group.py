@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +23,8 @@ from common.engine.graphs.backends.tape import TapeRecorder
 from common.errors import RankFailed
 from common.node.announced_work import MAX_SECONDS
 from common.observability.start_progress import StartProgress
+from tests.cluster import fork_server
+from tests.cluster.harness import ROOT
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
 from tests.fakes.waiting import PATIENCE
@@ -191,24 +191,11 @@ def test_a_graph_contains_collectives_and_replays_them_with_new_values() -> None
         assert torch.equal(sent, theirs[:, :3])
 
 
-CHILD = """
-import sys
-import msgspec, torch
-from common.engine.collectives.endpoints import GroupEndpoint
-from common.engine.collectives.shared_memory_group import SharedMemoryGroup
-
-endpoint = msgspec.json.decode(sys.argv[1], type=GroupEndpoint)
-group = SharedMemoryGroup(endpoint, float(sys.argv[2]))
-while True:
-    group.all_reduce(torch.arange(100_000.0) * endpoint.rank)
-"""
-
-
-def start_rank(endpoint: GroupEndpoint, timeout: float = PATIENCE) -> subprocess.Popen[bytes]:
+def start_rank(endpoint: GroupEndpoint, timeout: float = PATIENCE) -> fork_server.Fork:
     text = msgspec.json.encode(endpoint).decode()
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, text, str(timeout)], pass_fds=endpoint.descriptors
-    )
+    program = ["tests.fakes.summing_rank", text, str(timeout)]
+    with open(2, "wb", closefd=False) as log:
+        process = fork_server.start(program, ROOT, dict(os.environ), log, descriptors=endpoint.descriptors)
     endpoint.close()
     return process
 
