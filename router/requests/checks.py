@@ -13,7 +13,6 @@ from common.random_bytes import random_bits
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.requests.hidden_states import StateLimit
 from router.requests.openai_schema import (
-    MAX_STOP_TOKENS,
     NO_OPTIONS,
     TOP_LOGPROBS,
     SharedFields,
@@ -205,12 +204,9 @@ def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -
     """Return the tokens that end the answer. A constrained one ends with its grammar, whatever `ignore_eos` says."""
     stop_tokens = set[int]()
     if request.stop_token_ids:
+        check_size(request, "stop_token_ids")
+        check_tokens_in_vocabulary(request.stop_token_ids, model.vocab_size, "stop_token_ids")
         stop_tokens.update(request.stop_token_ids)
-        if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
-            raise InvalidRequest(
-                f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
-                param="stop_token_ids",
-            )
     if request.ignore_eos and not constrained:
         return stop_tokens
     return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}

@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "top_k": (-2, 1.5, True, 2**63, HUGE, "5"),
             "max_tokens": (0, -1, 1.5, True, "5", HUGE, 4096),
             "seed": (2**63, -(2**63) - 1, HUGE, 0.5, True, "1"),
-            "stop_token_ids": ([-1], [SERVED.vocab_size], [HUGE], list(range(129))),
+            "stop_token_ids": ([-1], [SERVED.vocab_size], [HUGE], list(range(129)), [5] * 129),
             "ignore_eos": (1, "true"),
             "stream": (1, "true", []),
             "stream_options": ({"include_usage": True}, []),  # the first without stream
