@@ -24,9 +24,8 @@ class BusyRooms:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._rooms))
 
-    def update(self, room: OutboundRoom) -> bool:
-        """Add or remove the room, and return whether it is busy."""
-        busy = room.busy and not room.ended
+    def update(self, room: OutboundRoom, busy: bool) -> bool:
+        """Add or remove a room that is `busy` or not, which this returns."""
         if busy:
             self._rooms[room.room] = room
         else:

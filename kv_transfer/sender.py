@@ -344,10 +344,10 @@ class Sender:
             room.give_up(*failure)
             self._advance_parts(room)
         if not room.ended:
-            self._busy.update(room)
+            self._busy.update(room, room.busy)
             return
         del self.rooms[number]
-        self._busy.update(room)
+        self._busy.update(room, False)
         if failure is None:
             self.counters.room_delivered(room.bytes_written)
             self._events.append(Delivered(number))
@@ -366,7 +366,7 @@ class Sender:
         """Arrange for the room to be advanced: in every poll if it is busy, else at its alarm."""
         if room.ended:
             return
-        if not self._busy.update(room):
+        if not self._busy.update(room, room.busy):
             self.alarms.add(room)
 
     def _drop(self, peer: Peer, reason: str) -> None:

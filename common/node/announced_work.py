@@ -102,22 +102,18 @@ class Unannounced:
 class OtherLaunches(Protocol):
     """The launches of another main loop on the same device: this loop's own ones wait until those have ended."""
 
-    def note(self, seconds: float, /) -> None:
-        """Note that what the calling thread has launched, or is about to, may take `seconds` from now on."""
-        ...
+    def note(self, seconds: float, /) -> float:
+        """Note that what the calling thread has launched, or is about to, may take `seconds` from now on.
 
-    def seconds(self) -> float:
-        """Return how long the launches of the others may take from now on."""
+        Returns the seconds that the launches of the others may take.
+        """
         ...
 
 
 class NoOtherLaunches:
     """The launches of others on the device of a pure node."""
 
-    def note(self, seconds: float) -> None:
-        pass
-
-    def seconds(self) -> float:
+    def note(self, seconds: float) -> float:
         return 0.0
 
 
@@ -161,8 +157,7 @@ class AnnouncedWork(Generic[Plan]):
         allowed = 0.0
         for each in self._in_flight:
             allowed += each.allowance
-        self._others.note(allowed)
-        self._announce(allowed + self._others.seconds())
+        self._announce(allowed + self._others.note(allowed))
 
     def end(self) -> None:
         begun = self._in_flight.popleft()

@@ -46,13 +46,13 @@ class SharedDevice:
         self._busy_until = self._clock() + seconds
         self._announce(seconds)
 
-    def note(self, seconds: float) -> None:
-        """Note that what this thread has launched, or is about to, may take `seconds` from now on."""
+    def note(self, seconds: float) -> float:
+        """Note that what this thread has launched, or is about to, may take `seconds` from now on.
+
+        Returns the seconds that what the other half has launched may take.
+        """
         if threading.get_ident() in self._launches:
             self._launches[threading.get_ident()] = _Launches(self._clock() + seconds, seconds)
-
-    def seconds(self) -> float:
-        """Return how long what the other half has launched may take from now on."""
         return max(self._end_of_others() - self._clock(), 0.0)
 
     def __enter__(self) -> None:
