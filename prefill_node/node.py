@@ -32,6 +32,7 @@ from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from common.node.to_router import ToRouter
 from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
+from prefill_node.absent_peers import AbsentPeers
 from prefill_node.admission import PromptAdmission
 from prefill_node.grammar_state import compiled
 from prefill_node.images import ARRIVAL_SECONDS
@@ -66,6 +67,7 @@ class PrefillNode:
         self._routers = links.routers
         self._peers = links.peers
         self._sender = links.transfers
+        self._absent = AbsentPeers(links.peers.reachable)
         self._images = links.images
         self._space = scheduling.space
         self._tier = scheduling.tier
@@ -267,7 +269,9 @@ class PrefillNode:
         return len(found)
 
     def sweep(self, now: float) -> None:
-        """End the requests whose images are late. Deadlines of requests are `_sender`'s, which reports them as lost."""
+        """End the requests whose images are late or whose decode node is gone. `_sender` reports those out of time."""
+        for peer in self._absent.look(self._sender.peers.all(), now):
+            self.peer_lost(peer.leader)
         for request in self.queues.live():
             if now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
                 self._end(request, TransferFailed.code, "its images did not reach the prefill node")

@@ -10,6 +10,7 @@ import pytest
 from common.messages.router_inbox import FirstToken, PrefillDone
 from kv_transfer.busy_rooms import LONGEST, SHORTEST
 from kv_transfer.transport.loopback.endpoints import Fault
+from prefill_node.absent_peers import ABSENT_SECONDS, LOOK_SECONDS
 from prefill_node.node import WATCH_INTERVAL
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
 from tests.fakes.scenarios import prompt_of
@@ -92,6 +93,30 @@ def test_a_write_that_does_not_end_is_polled_seldom_and_messages_are_still_seen_
         cluster.clock.now += 6.0
         cluster.run()
         cluster.settle()
+
+
+def test_a_decode_node_that_ended_while_no_router_knew_it_is_forgotten() -> None:
+    """Its memory would stay mapped, and a new one might find no room for its own."""
+    with NodeCluster(Shape(decodes=2)) as cluster:
+        calls = [cluster.submit(prompt_of(20, n), 3, decode=n) for n in range(2)]
+        cluster.run()
+        gone, other = cluster.decodes
+        assert {peer.incarnation for peer in cluster.prefill.sender.peers.all()} == {
+            gone.ref.incarnation,
+            other.ref.incarnation,
+        }
+        attached = len(cluster.fabric.attached)
+        cluster.kill(gone)
+        gone.peers.close()
+        cluster.clock.now += LOOK_SECONDS
+        cluster.turn_one(cluster.prefill)
+        for _ in range(int(ABSENT_SECONDS / LOOK_SECONDS)):
+            assert len(cluster.fabric.attached) == attached
+            cluster.clock.now += LOOK_SECONDS
+            cluster.turn_one(cluster.prefill)
+        assert [peer.incarnation for peer in cluster.prefill.sender.peers.all()] == [other.ref.incarnation]
+        assert len(cluster.fabric.attached) == attached - 1
+        assert all(call.finish for call in calls)
 
 
 def test_both_nodes_announce_long_work_to_routers_and_to_each_other() -> None:
