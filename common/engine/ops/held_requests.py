@@ -7,7 +7,7 @@ from torch import Tensor
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import cdiv, kernel_with_varying, next_power_of_2, tl
 
-BLOCK = 1024  # pages per program
+BLOCK = 256  # pages per program, whatever the width: another block would be compiled while serving
 
 
 def hold_requests_reference(
@@ -63,8 +63,7 @@ def hold_requests_triton(
     assert width <= held_pages.shape[1], "there is room for every page"
     for each in (pages, starts, lens, held_pages, held_starts, held_lens):
         assert each.is_contiguous(), "page tables and lengths must be contiguous"
-    block = min(BLOCK, max(next_power_of_2(width), 16))
-    _hold_requests_kernel[(max(count, 1), max(cdiv(width, block), 1))](
+    _hold_requests_kernel[(max(count, 1), max(cdiv(width, BLOCK), 1))](
         pages,
         starts,
         lens,
@@ -75,7 +74,7 @@ def hold_requests_triton(
         width if count else 0,
         held,
         held_pages.stride(0),
-        BLOCK=block,
+        BLOCK=BLOCK,
         REQUESTS=next_power_of_2(held + 1),
         num_warps=4,
     )
