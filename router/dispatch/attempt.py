@@ -13,6 +13,7 @@ from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores,
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.first_token_hold import FirstTokenHold
 from router.dispatch.generation import TakeNow, TokenDelta
+from router.dispatch.limits import TOO_LONG
 from router.dispatch.verified_steps import VerifiedSteps
 from router.nodes.history import NOTHING_CACHED, ExpectedCache
 from router.nodes.registry import Node
@@ -167,7 +168,7 @@ class Attempt(msgspec.Struct, eq=False):
 
     def expire(self) -> None:
         """End the attempt at the deadline of the request. One timer per attempt: one per token would cost too much."""
-        self.fail(DeadlineExceeded("the request took longer than its timeout"))
+        self.fail(DeadlineExceeded(TOO_LONG))
 
     def take(self) -> list[OutputToken]:
         """Return up to MAX_TAKEN of the tokens that have arrived since the last call; the rest stays in `pending`."""

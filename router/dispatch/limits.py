@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The refusal of a request at its deadline.
+TOO_LONG = "the request took longer than router.request_timeout allows; ask for fewer tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:

@@ -12,6 +12,7 @@ from common.errors import DeadlineExceeded, PoisonRequest
 from router.dispatch.attempt import Attempt
 from router.dispatch.in_flight import InFlight
 from router.dispatch.isolation import NO_TRIAL, Isolation, Trial
+from router.dispatch.limits import TOO_LONG
 from router.dispatch.suspects import Suspects, fingerprint
 from router.nodes.registry import Node, NodeRegistry
 
@@ -64,7 +65,7 @@ class PoisonWatch:
         left = flight.deadline - asyncio.get_running_loop().time()
         trial = await self._isolation.enter(self.suspects.crashes(flight.suspect), min(timeout, left))
         if not trial.isolated and left <= timeout:
-            raise DeadlineExceeded("the request took longer than its timeout")
+            raise DeadlineExceeded(TOO_LONG)
         return trial
 
     def avoided_by(self, flight: InFlight, others: Iterable[tuple[Attempt, InFlight]]) -> set[str]:

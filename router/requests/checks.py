@@ -102,7 +102,7 @@ def check_name(given: str | None, names: Sequence[str]) -> None:
 def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str) -> None:
     """Require a non-empty prompt, shorter than the context, of valid token ids. The cheap length check comes first."""
     if not token_ids:
-        raise InvalidRequest("the prompt is empty", param=prompt_field)
+        raise InvalidRequest(f"{prompt_field} has no tokens; send at least one", param=prompt_field)
     check_length(len(token_ids), model.max_model_len, prompt_field)
     check_tokens_in_vocabulary(token_ids, model.vocab_size, prompt_field)
 

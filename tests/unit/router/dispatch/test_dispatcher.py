@@ -442,6 +442,7 @@ async def test_a_request_ends_at_its_deadline(source: str) -> None:
         assert reserve.deadline_ms <= 50
         await client.done()
         assert isinstance(client.error, DeadlineExceeded)
+        assert "ask for fewer tokens" in str(client.error)
         assert (await decode.expect(Abort)).room == reserve.room
         assert (await prefill.expect(Abort)).room == reserve.room
         rig.nothing_left()

@@ -341,6 +341,23 @@ async def test_refusals_say_what_to_do(rig: Rig, body: dict[str, Any], message: 
     assert (status, answer["error"]["message"]) == (400, message)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (TEXT, {"prompt": [[5], []]}, "prompt[1]"),
+        (TEXT, {"prompt": ["a", ""], "add_special_tokens": False}, "prompt[1]"),
+        ("/generate", {"input_ids": [[5], []]}, "input_ids[1]"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "input_ids": []}, "input_ids"),
+    ],
+)
+async def test_a_prompt_without_tokens_is_named(
+    rig: Rig, path: str, body: dict[str, Any], named: str
+) -> None:
+    status, answer, _ = await rig.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, named)
+    assert answer["error"]["message"].startswith(f"{named} ")
+
+
 async def test_an_empty_body_is_called_empty(rig: Rig) -> None:
     for path in (*BOTH, "/generate", "/v1/responses", "/v1/messages"):
         status, answer, _ = await rig.post(path, b"")
