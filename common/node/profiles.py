@@ -156,7 +156,7 @@ class NodeProfiler:
         seconds, taken = time.monotonic() - began, self._steps - steps
         file = new_file(directory, self._name, ENDING)
         nbytes = write_trace(recorder, file)
-        keep_latest(directory, self._name, ENDING)
+        keep_latest(file, self._name, ENDING)
         return ProfileEnded(
             order=order.order, path=str(file), file_bytes=nbytes, seconds=round(seconds, 3), steps=taken
         )

@@ -13,7 +13,11 @@ def new_file(directory: Path, name: str, ending: str) -> Path:
     return directory / f"{name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}{ending}"
 
 
-def keep_latest(directory: Path, name: str, ending: str) -> None:
-    """Remove all but the latest files of a process."""
-    for old in sorted(directory.glob(f"{name}-{'[0-9]' * 8}T*{ending}"))[:-KEPT_FILES]:
+def keep_latest(latest: Path, name: str, ending: str) -> None:
+    """Remove all but `latest`, which has just been written, and the other latest files of a process.
+
+    The name of `latest` is not the last one if the clock was set back.
+    """
+    found = latest.parent.glob(f"{name}-{'[0-9]' * 8}T*{ending}")
+    for old in sorted(each for each in found if each != latest)[: 1 - KEPT_FILES]:
         old.unlink(missing_ok=True)

@@ -67,5 +67,5 @@ def write_profile(
         os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)
-    keep_latest(directory, name, ENDING)
+    keep_latest(file, name, ENDING)
     return file, stacks.total()

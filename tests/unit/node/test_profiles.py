@@ -148,6 +148,15 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([others, *paths[2:]])
 
 
+def test_a_new_file_is_kept_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """Its name sorts before those of files that were written at a later time of day."""
+    later = [tmp_path / f"{NAME}-2999010{n}T000000.000000.trace.json.gz" for n in range(1, KEPT_FILES + 1)]
+    for each in later:
+        each.touch()
+    written = Path(Loop(tmp_path).run(0.001, 1).path)
+    assert sorted(tmp_path.iterdir()) == sorted([written, *later[1:]])
+
+
 def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "MAX_BYTES", 50)
     ended = Loop(tmp_path).run(0.001, 1)
