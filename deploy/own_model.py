@@ -97,6 +97,11 @@ def write_cluster_file(file: Path, name: str, sections: dict[str, dict[str, Any]
         raise ConfigError("", f"cannot write {file}: {error.strerror or error}") from error
 
 
+def lock_path(file: Path) -> Path:
+    """Return the file whose lock keeps others from writing the cluster file of a model; the user's own have none."""
+    return file.with_name(f".{file.name}.lock")
+
+
 def _speculation(algorithm: str, draft: Path) -> dict[str, Any]:
     steps = min(STEPS, max_steps(draft, algorithm) or STEPS)
     return {"algorithm": algorithm, "draft_model_path": str(draft), "steps": steps}

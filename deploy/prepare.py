@@ -16,7 +16,7 @@ from common.errors import ConfigError, ModelError
 from common.speculation.directory import algorithm_of
 from deploy.gpus import driver_present, find_gpus
 from deploy.hub import Say, find_snapshot
-from deploy.own_model import Machine, cluster_sections, write_cluster_file
+from deploy.own_model import Machine, cluster_sections, lock_path, write_cluster_file
 from deploy.process_table import read_table
 from deploy.supervisor import AlreadyRunning
 from deploy.targets import ModelTarget, read_target
@@ -102,7 +102,7 @@ def _write(target: ModelTarget, draft: str | None, revision: str | None, say: Sa
 
 def _lock(file: Path) -> int:
     """Lock the cluster file of a model and return the descriptor that holds the lock."""
-    path = file.with_name(f".{file.name}.lock")
+    path = lock_path(file)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -26,6 +26,7 @@ from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers, find_leftovers
+from deploy.own_model import lock_path
 from deploy.ports import check_ports
 from deploy.process_table import ProcessRecord, State, Table, read_table, table_path, write_table
 from deploy.watcher import Report, StartBounds, Watcher
@@ -125,7 +126,7 @@ class Supervisor:
         Raises StartError, or ConfigError if the run directory is not writable. In that case no process is left running.
         """
         try:
-            self._kept.enter_context(exempt_from_cleaning(self._run_dir, self._resolved.file.parent))
+            self._kept.enter_context(exempt_from_cleaning(*self._own_directories()))
             # The waits that follow may take long, and `deploy/down` finds this process by the table.
             self._leftovers = find_leftovers(self._run_dir)
             self._write_first()
@@ -181,6 +182,11 @@ class Supervisor:
                 file.unlink()
         self._kept.close()
         os.close(self._lock)
+
+    def _own_directories(self) -> list[Path]:
+        """Return the directories in which only tandem has files. deploy/api_key locks those of the user."""
+        file = self._resolved.file
+        return [self._run_dir, *([file.parent] if lock_path(file).exists() else [])]
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
