@@ -256,7 +256,7 @@ def tight(gpu: Gpu) -> None:
     )
     fp8_gated_cuda(codes, scales, weight, weight_scales(weight, False), None, "silu", BF16)
     fp8_product_cuda(codes, scales, weight, weight_scales(weight, False), None, BF16)
-    gated_delta(BF16)
+    gated_delta(BF16, steps=False)  # they take little shared memory
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
     for tokens in (64, 1024):
         x, shares = torch.zeros(tokens, 512, dtype=BF16), torch.zeros(tokens, 8)
@@ -378,9 +378,9 @@ def experts(dtype: torch.dtype) -> None:
 
 
 def gated_delta(
-    dtype: torch.dtype, heads: int = 32, served: int = 2, key: int = 128, value: int = 128
+    dtype: torch.dtype, heads: int = 32, served: int = 2, key: int = 128, value: int = 128, steps: bool = True
 ) -> None:
-    """Launch the prompt form and the step of a gated delta layer, by default of Qwen3.5-35B-A3B."""
+    """Launch the prompt form and, if `steps`, the step of a gated delta layer, by default of Qwen3.5-35B-A3B."""
     channels = 2 * heads // served * key + heads * value
     inputs = channels + 2 * heads
     decay, bias = torch.zeros(2, heads)
@@ -392,10 +392,9 @@ def gated_delta(
     for saved in (None, saves):
         delta_extend_triton(projected, *weights, 1e-6, conv, recurrent, row, starts, lengths, saved)
     window = torch.zeros(3, 4, inputs, dtype=dtype)
-    delta_step_triton(projected, *weights, 1e-6, conv, recurrent, window, row, row, row)
-    delta_step_triton(
-        projected[:2], *weights, 1e-6, conv, recurrent, window[:, :1].contiguous(), row, row, row
-    )
+    for tokens in (4, 1) if steps else ():
+        given, places = projected[: 2 * tokens], window[:, :tokens].contiguous()
+        delta_step_triton(given, *weights, 1e-6, conv, recurrent, places, row, row, row)
 
 
 def fp8_pages() -> None:

@@ -38,7 +38,12 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
     # Those whose last program adds up the parts of all.
     combined = {each["kernel"].rpartition(".")[2] for each in launches if each["combined"]}
     assert combined == {"_decode_kernel", "_verify_kernel", "_rotary_decode_kernel"}
-    assert sum(each["capability"] == 89 for each in launches) >= 4
+    fitted = {each["kernel"] for each in launches if each["capability"] == 89}
+    assert len(fitted) >= 4
+    (room,) = {each["limit"] for each in launches if each["capability"] == 89}
+    # With less shared memory `_fp8_product_kernel` does the work of this one.
+    large = {each["kernel"] for each in launches if each["shared"] > room}
+    assert large <= fitted | {"common.engine.ops.fp8_gated._fp8_gated_kernel"}
     for each in launches:
         assert each["shared"] <= each["limit"], each
         assert each["racing"] == [], each
