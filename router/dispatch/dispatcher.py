@@ -199,6 +199,7 @@ class Dispatcher:
             timeline.outcome = finished or "aborted"
         except AnswerComplete:
             timeline.outcome = FINISH_STOP
+            self.poison.completed(flight)
         except (RequestError, asyncio.CancelledError) as error:
             if isinstance(error, RequestError):
                 timeline.outcome = f"error: {error.code}"

@@ -18,7 +18,7 @@ from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone
 from router.dispatch.attempt import Attempt
-from router.dispatch.generation import GenerationRequest
+from router.dispatch.generation import AnswerComplete, GenerationRequest
 from router.dispatch.in_flight import InFlight
 from router.dispatch.poison_watch import PoisonWatch
 from router.dispatch.suspects import fingerprint
@@ -180,6 +180,25 @@ async def test_a_request_that_is_convicted_while_it_waits_for_a_node_is_not_run(
         for client in (poison, copy):
             await client.done()
             assert isinstance(client.error, PoisonRequest)
+        rig.nothing_left()
+
+
+async def test_a_suspect_is_cleared_by_an_answer_that_a_stop_string_ends() -> None:
+    """As by one that ends on its node: otherwise its copies run in isolation until the suspicion expires."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        suspects = rig.dispatcher.poison.suspects
+        asked = GenerationRequest("r1", [POISON], SamplingParams(max_tokens=10, temperature=0.0))
+        suspects.crashed("gone", "decode", {fingerprint(asked): 5})
+        deltas = rig.dispatcher.generate(asked)
+        first = asyncio.ensure_future(anext(deltas))
+        _, prompt = await legs(prefill, decode)
+        prefill.say(FirstToken(room=prompt.room, token=OutputToken(7), finish_reason=None, cached_tokens=0))
+        await first
+        assert suspects.is_suspect(fingerprint(asked))
+        with pytest.raises(StopAsyncIteration):
+            await deltas.athrow(AnswerComplete())
+        assert suspects.empty
         rig.nothing_left()
 
 
