@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import sys
 import threading
 import time
@@ -49,6 +50,10 @@ class Stall(msgspec.Struct, frozen=True):
     stack: list[str]  # innermost call last; empty if not sampled
     # (generation, CPU seconds) of its long garbage collections
     collections: list[tuple[int, float]] = []
+    # of the loop's thread: page faults that read from a disk, others, and times at which it waited for something
+    major_faults: int = 0
+    minor_faults: int = 0
+    waits: int = 0
 
 
 class LoopProbe:
@@ -62,6 +67,7 @@ class LoopProbe:
         self._due = time.monotonic() + TICK
         self._waited = self._run_queue_seconds()
         self._cpu = time.thread_time()
+        self._usage = resource.getrusage(resource.RUSAGE_THREAD)
         self._stack: list[str] = []
         self._collections: list[tuple[int, float]] = []
         self._collecting = 0.0
@@ -76,13 +82,25 @@ class LoopProbe:
 
     def _tick(self) -> None:
         now, waited, cpu = time.monotonic(), self._run_queue_seconds(), time.thread_time()
+        usage, before = resource.getrusage(resource.RUSAGE_THREAD), self._usage
         late = now - self._due
         seconds = late - (waited - self._waited)
         if seconds >= NOTED:
-            stall = Stall(self._due, now, seconds, late, cpu - self._cpu, self._stack, self._collections)
+            stall = Stall(
+                self._due,
+                now,
+                seconds,
+                late,
+                cpu - self._cpu,
+                self._stack,
+                self._collections,
+                usage.ru_majflt - before.ru_majflt,
+                usage.ru_minflt - before.ru_minflt,
+                usage.ru_nvcsw - before.ru_nvcsw,
+            )
             self._file.write(msgspec.json.encode(stall) + b"\n")
         self._stack, self._collections = [], []
-        self._due, self._waited, self._cpu = now + TICK, waited, cpu
+        self._due, self._waited, self._cpu, self._usage = now + TICK, waited, cpu, usage
         self._loop.call_later(TICK, self._tick)
 
     def _collection(self, phase: str, found: dict[str, int]) -> None:

@@ -4,9 +4,9 @@
 # RATES, LOAD_SECONDS and SEEDS say how much is measured. A line for each rate and seed is printed as soon as the rate is
 # done; a rate that would not be done within LIMIT seconds (550) of the script's start fails without being begun. One rate
 # of one case with three seeds takes 250 to 300 s. With SEARCH=1 a search for the highest rate at which 99 % of requests keep
-# 200 ms and 15 ms takes their place: it begins with the first one of RATES and has as many probes as fit in LIMIT. SET:
-# further settings of the clusters, as in SET="router.first_token_hold_ms=10 prefill.chunk_tokens=4096"; values have no
-# spaces. Results go to $OUT; env.sh explains GPUS and PORT.
+# 200 ms and 15 ms takes their place: it begins with the first one of RATES, goes up to MAX_RATE and has as many probes as
+# fit in LIMIT. SET: further settings of the clusters, as in SET="router.first_token_hold_ms=10
+# prefill.chunk_tokens=4096"; values have no spaces. Results go to $OUT; env.sh explains GPUS and PORT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 file=deploy/clusters/h200-x2.yaml
 common=(--set "model.path=$models/m8b" --set model.served_name=m8b)
@@ -47,8 +47,9 @@ search_of() { # CASE RATE: searches for the highest rate within the limits, begi
         return 1
     fi
     local code=0
-    timeout $((probes * probe + 80)) python3 -m deploy.bench_cli "$url" --search --rate "$2" --max-probes "$probes" \
-        --seconds "$seconds" --seeds "$seeds" --input 1024 --output 256 --vocab 99000 --json "$out/loads-$name.json" \
+    timeout $((probes * probe + 80)) python3 -m deploy.bench_cli "$url" --search --rate "$2" \
+        --max-rate "${MAX_RATE:-1024}" --max-probes "$probes" --seconds "$seconds" --seeds "$seeds" --input 1024 \
+        --output 256 --vocab 99000 --json "$out/loads-$name.json" \
         >"$out/loads-$name.log" 2>&1 || code=$?
     sed "s/^/$1: /" "$out/loads-$name.log"
     return "$code"
