@@ -149,7 +149,6 @@ def test_a_handle_of_another_length_is_no_message(pair: Pair, handle: bytes) -> 
     ("changes", "says"),
     [
         ({"owner": ProcessIdentity("elsewhere", 1, 1)}, "another host or in another pid namespace"),
-        ({"owner": process.current()}, "claims to be this process"),
         ({"handle": b"?" * 64}, r"cannot be opened \(cudaIpcOpenMemHandle: invalid argument"),
         ({"handle": b"?" * 64, "device": "GPU-elsewhere"}, "CUDA_VISIBLE_DEVICES"),
     ],
@@ -157,6 +156,12 @@ def test_a_handle_of_another_length_is_no_message(pair: Pair, handle: bytes) -> 
 def test_refused_descriptions(pair: Pair, changes: dict[str, object], says: str) -> None:
     with pytest.raises(HandshakeRefused, match=says):
         pair.sending.attach(pair.target(**changes))
+    assert not pair.cuda.opened
+
+
+def test_a_description_of_this_process_is_refused(pair: Pair) -> None:
+    with pytest.raises(HandshakeRefused, match="claims to be this process"):
+        pair.sending.attach(pair.target(owner=process.current()))
     assert not pair.cuda.opened
 
 
