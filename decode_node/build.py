@@ -19,6 +19,7 @@ from common.config.transport_choice import choose_transport
 from common.discovery.places import router_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
+from common.garbage import FullCollections
 from common.grammar.grammars import grammars_for
 from common.grammar.model_tokenizer import has_tokenizer
 from common.ipc import check_bind
@@ -186,7 +187,13 @@ def _build(
     directory = functools.partial(profile_directory, resolved)
     profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(
-        log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
+        log,
+        drafts=watch,
+        events=events,
+        ranks=ranks.totals,
+        kv_events=kv_events,
+        profiler=profiler,
+        garbage=FullCollections(),
     )
     assembly = assemble(
         Links(incarnation, routers, peers, poller, receiver, shared.role, shared.device or NO_OTHERS),

@@ -80,6 +80,7 @@ class DecodeNode:
         self._events = observation.events
         self._log = observation.log
         self._clock = observation.clock
+        self._garbage = observation.garbage
         self.queues = Queues()  # public for tests
         self._resources = BatchResources(self.queues, scheduling, self._events)
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
@@ -133,14 +134,12 @@ class DecodeNode:
         return planned
 
     def _end_turn(self, now: float) -> None:
-        """Handle events of time and report the state of the node.
-
-        A launch comes first, because the device may be about to run out of work.
-        """
+        """Handle events of time, report and collect garbage: after a launch, for which the device may be waiting."""
         self.life.look_after(self, now)
         counters = self._report.counters(self._routers.refused_messages)
         self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
         self.life.end_turn(self.queues.num_live, now, len(self.queues.quarantined))
+        self._garbage.end_turn(now)
         self._events.flush()
 
     def _launch(self, planned: Planned) -> Launched:

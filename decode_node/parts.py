@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from common.garbage import NoCollections, TurnCollections
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
@@ -69,4 +70,5 @@ class Observation:
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
     profiler: Profiler = field(default_factory=NoProfiler)
+    garbage: TurnCollections = field(default_factory=NoCollections)
     kv_events: KvEvents = NO_KV_EVENTS

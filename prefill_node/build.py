@@ -22,6 +22,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import ONE_RANK
 from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError
+from common.garbage import FullCollections
 from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import all_names, link_security
@@ -218,7 +219,14 @@ def _build(
     )
     directory = functools.partial(profile_directory, resolved)
     profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
-    observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
+    observation = Observation(
+        log,
+        events=events,
+        ranks=ranks.totals,
+        kv_events=kv_events,
+        profiler=profiler,
+        garbage=FullCollections(),
+    )
     assembly = assemble(
         Links(
             incarnation,

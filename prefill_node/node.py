@@ -79,17 +79,12 @@ class PrefillNode:
         self._orders = orders
         self._events = observation.events
         self._clock = observation.clock
+        self._garbage = observation.garbage
         self.queues = Queues()  # also read by tests
         self._planner = Planner(self.queues, scheduling)
+        drain, rest = self._limits.drain_timeout, (observation.profiler, links.role)
         self.life = NodeLife(
-            links.incarnation,
-            self._routers,
-            Prefill,
-            self._limits.drain_timeout,
-            observation.log,
-            self._clock,
-            observation.profiler,
-            links.role,
+            links.incarnation, self._routers, Prefill, drain, observation.log, self._clock, *rest
         )
         self._report = Report(
             self.queues, self._space, self._sender, self._times, observation, self._tier.totals
@@ -142,7 +137,9 @@ class PrefillNode:
         refused = self._routers.refused_messages + self._images.refused_messages
         held = ((each.router, each.remaining) for each in self.queues.live())
         self.life.publish(self._report.load(), self._report.counters(refused), held)
-        self.life.end_turn(len(self.queues), self._clock())
+        now = self._clock()
+        self.life.end_turn(len(self.queues), now)
+        self._garbage.end_turn(now)
         self._events.flush()
 
     def _launch(self, planned: Planned) -> Launched:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.garbage import NoCollections, TurnCollections
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
@@ -77,4 +78,5 @@ class Observation:
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
     profiler: Profiler = field(default_factory=NoProfiler)
+    garbage: TurnCollections = field(default_factory=NoCollections)
     kv_events: KvEvents = NO_KV_EVENTS

@@ -19,11 +19,11 @@ import gc
 import sys
 from collections.abc import Callable
 
+from common.garbage import NEVER
+
 # New objects between two collections of the youngest generation, and how many of these precede one of the middle one:
 # for bursts between two collections of young objects.
 YOUNG, MIDDLE = 3_500, 2
-# Python never starts a full collection by itself.
-NEVER = 1 << 30
 # Memory blocks of Python, some 70 bytes each, by which the process may grow before a full collection runs although
 # requests are in flight, and the blocks of a live request, which are not garbage.
 MAX_GROWN, BLOCKS_PER_REQUEST = 2_000_000, 400
