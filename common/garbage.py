@@ -44,7 +44,7 @@ class FullCollections:
         self._looked = 0.0
 
     def end_turn(self, now: float) -> None:
-        if not self._begun:
+        if not self._begun:  # the start of a process leaves its collections to Python
             self._begun = True
             gc.set_threshold(*gc.get_threshold()[:2], NEVER)
         if now - self._looked >= INTERVAL and self._pending() >= PENDING:
