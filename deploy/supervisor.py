@@ -176,8 +176,11 @@ class Supervisor:
                 child.stop(max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(OSError):
             sweep_orphans()
-        own = (file for pattern in OWN_FILES for file in self._run_dir.glob(pattern))
-        for file in (*own, table_path(self._run_dir), self._lock_path):
+        own = [file for pattern in OWN_FILES for file in self._run_dir.glob(pattern)]
+        # By the table the next supervisor finds leftovers that this one has not ended.
+        if not self._leftovers:
+            own.append(table_path(self._run_dir))
+        for file in (*own, self._lock_path):
             with contextlib.suppress(OSError):  # on a disk that has become read-only, the file stays
                 file.unlink()
         self._kept.close()

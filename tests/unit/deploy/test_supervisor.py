@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from common.config import load_cluster
+from common.errors import ConfigError
 from common.process_entry import entry
 from deploy import cli
 from deploy.children import Child
@@ -313,6 +314,32 @@ def test_a_supervisor_that_waits_for_leftovers_is_found_by_down(
     # A program that removes old files leaves these alone. deploy/api_key has to lock a directory of the user.
     assert locked == [True, written]
     assert not is_locked(run_dir)
+
+
+def test_leftovers_stay_known_if_the_disk_has_no_room_for_the_first_table(
+    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is refused before they have ended, so the next one has to find them."""
+
+    def write(run_dir: Path, table: Table) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cluster = make(router=STAY)
+    run_dir = cluster.supervisor.run_dir
+    with subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.01)"]) as left:
+        process, me = entry(left.pid), entry(os.getpid())
+        gone = ProcessRecord(pid=me.pid, started=me.started - 1)
+        processes = {"decode-0": ProcessRecord(pid=process.pid, started=process.started)}
+        write_table(run_dir, Table(supervisor=gone, cluster="c", url="u", state="ready", processes=processes))
+        monkeypatch.setattr("deploy.supervisor.write_table", write)
+        with pytest.raises(ConfigError, match="cannot write to .*No space left"):
+            cluster.supervisor.start(lambda children: None, cluster.said.append)
+        found = find_leftovers(run_dir)
+        left.kill()
+    assert found == processes
+    again = make(router=STAY)
+    again.supervisor.stop()
+    assert not table_path(run_dir).exists()
 
 
 def test_every_process_that_starts_is_heard_while_another_one_is_slow(
