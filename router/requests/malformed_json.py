@@ -20,7 +20,7 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _ESCAPE_BYTES = 32  # around the place, in which half of a surrogate pair is looked for
-_NOT_FINITE = re.compile(rb"-?(?:NaN|nan|Infinity)")
+_NOT_FINITE = re.compile(rb"NaN|nan|Infinity")
 _PYTHON = re.compile(rb"None|True|False")
 _FIRST_PRINTED = 0x20
 
@@ -48,8 +48,10 @@ def malformed(raw: bytes | bytearray, error: msgspec.DecodeError | UnicodeDecode
 
 def _with_remedy(raw: bytes | bytearray, at: int, problem: str) -> str:
     """Return the decoder's words for a problem, and what to send instead where the cause is known."""
-    near = bytes(raw[max(at - 4, 0) : at + 9])
-    if _NOT_FINITE.search(near):
+    # The decoder reads three bytes more of a lower-case one, as it would of null, and names the place that follows.
+    if problem == "invalid character" and any(
+        place >= 0 and _NOT_FINITE.match(raw, place) for place in (at, at - 4)
+    ):
         return "JSON has no NaN or Infinity; send a number, or leave the field out"
     if _PYTHON.match(raw, at):
         return "JSON has null, true and false; encode the body with a JSON library"

@@ -131,6 +131,11 @@ def test_other_numbers_are_refused_where_integers_belong(text: str) -> None:
         (b'{"prompt": "x"}{}', "something follows its JSON object; send one object"),
         (b"{'prompt': 'x'}", "byte 1: object keys must be strings; encode the body with a JSON library"),
         (b" \n", "the body is empty; send a JSON object"),
+        # What stands near the place is not what is wrong.
+        (b'{"a": 1 "nan_policy": 2}', "byte 8 after \"a\": expected ',' or '}'; encode the body"),
+        (rb'{"a": "x nan\q"}', "invalid escape character in string; encode the body"),
+        (b'{"a": no, "nan": 1}', 'after "a": invalid character; encode the body'),
+        (b'{"a": [1, -nan]}', 'after "a": JSON has no NaN or Infinity'),
     ],
 )
 def test_a_body_that_is_not_json_is_refused_with_the_place_and_the_remedy(raw: bytes, says: str) -> None:
