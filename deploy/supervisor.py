@@ -52,9 +52,9 @@ class AlreadyRunning(TandemError):
     """Another supervisor runs this cluster."""
 
 
-def already_running(table: Table | None) -> AlreadyRunning:
+def already_running(table: Table | None, cluster: Path) -> AlreadyRunning:
     where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-    return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down")
+    return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down {cluster}")
 
 
 class Supervisor:
@@ -250,7 +250,7 @@ class Supervisor:
                 os.close(descriptor)
                 if not isinstance(error, BlockingIOError):
                     raise
-                raise already_running(read_table(self._run_dir)) from None
+                raise already_running(read_table(self._run_dir), self._resolved.file) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
                     break
@@ -259,7 +259,7 @@ class Supervisor:
         table = read_table(self._run_dir)
         if table is not None:  # the lock file was removed while its supervisor runs
             os.close(descriptor)
-            raise already_running(table)
+            raise already_running(table, self._resolved.file)
         return descriptor
 
     def _write_first(self) -> None:

@@ -331,6 +331,7 @@ def test_detach_beside_a_running_cluster(directory: Path) -> None:
     result = run("up", "--detach", str(directory / "c.yaml"))
     assert result.exit_code == 1
     assert f"already running at http://127.0.0.1:9 (pid {os.getpid()})" in flat(result)
+    assert f"deploy/down {directory / 'c.yaml'}" in flat(result)
 
 
 # -- a run directory that is not writable ------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def supervisor(directory: Path, *overrides: str) -> Supervisor:
 
 def test_one_supervisor_per_cluster(directory: Path) -> None:
     first = supervisor(directory)
-    with pytest.raises(AlreadyRunning, match="already running; stop it with deploy/down"):
+    with pytest.raises(AlreadyRunning, match=f"stop it with deploy/down {directory / 'c.yaml'}"):
         supervisor(directory)
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 1
