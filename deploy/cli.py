@@ -30,6 +30,7 @@ from common.errors import ConfigError
 from common.launch_record import launched
 from common.observability.stderr_file import StderrFile
 from deploy.children import Child
+from deploy.cluster_options import Overrides, Port, with_port
 from deploy.detached import SUPERVISOR_LOG, start_detached
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
@@ -56,18 +57,6 @@ Target = Annotated[
         show_default="deploy/clusters/local.yaml, a tiny model",
     ),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override a key of the file and the environment, as in router.port=8001; may be repeated.",
-    ),
-]
-
-Port = Annotated[
-    int | None, typer.Option(metavar="N", help="Port of the API; the same as --set router.port=N.")
-]
 
 
 @app.command(context_settings=HELP)
@@ -93,7 +82,7 @@ def up(
 
     ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
     """
-    values = _with_port(overrides, port)
+    values = with_port(overrides, port)
     try:
         file = prepare(target, draft, revision, values, say)
     except ConfigError as error:
@@ -148,7 +137,7 @@ def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
 def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
     """Drain and stop a cluster, whether deploy/up started it or the launch scripts did on this host."""
     cluster = _cluster_file(target, missing_exit=0)
-    resolved = _load(cluster, _with_port(overrides, port))
+    resolved = _load(cluster, with_port(overrides, port))
     table = read_table(_run_dir(cluster, resolved))
     if table is None:
         _end_launched(resolved, _run_dir(cluster, resolved))
@@ -170,7 +159,7 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     Exit codes: 0 everything is up, 1 not ready, 2 refused, 3 not running, 4 degraded.
     """
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
-    resolved = _load(cluster, _with_port(overrides, port))
+    resolved = _load(cluster, with_port(overrides, port))
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is None:
@@ -188,7 +177,7 @@ def config(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     """Show every value of a cluster's configuration and where it comes from."""
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     view = RichTable("key", "value", "origin")
-    for path, value, origin in _load(cluster, _with_port(overrides, port)).rows():
+    for path, value, origin in _load(cluster, with_port(overrides, port)).rows():
         view.add_row(
             escape(path), escape(str(value)), escape(origin), style=None if origin == "default" else "bold"
         )
@@ -290,10 +279,6 @@ def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
         return run_directory(resolved, to_write)
     except ConfigError as error:
         _refuse(cluster, error)
-
-
-def _with_port(overrides: list[str] | None, port: int | None) -> list[str]:
-    return [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
 
 
 def _end_launched(resolved: Resolved, run_dir: Path) -> None:

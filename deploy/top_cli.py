@@ -16,7 +16,7 @@ import tty
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -32,6 +32,7 @@ from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from deploy.admin_client import MAX_ANSWER_BYTES, ask
+from deploy.cluster_options import Overrides, Port, with_port
 from deploy.cluster_sample import ClusterSample, Fetch, read_sample
 from deploy.openai_client import api_base, authorization
 from deploy.prepare import cluster_file_of
@@ -83,12 +84,18 @@ def no_table() -> Table | None:
     return None
 
 
-def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table | None]]:
+def source(
+    target: str, api_key: str | None, values: Sequence[str]
+) -> tuple[Fetch, Callable[[], Table | None]]:
     """Return how to ask the router of a target, and how to read the supervisor's table.
+
+    `values` override keys of the target's cluster file, as in "router.port=8001".
 
     Raises ConfigError; OSError if the target is a model that was never started.
     """
     if "://" in target:
+        if values:
+            raise ConfigError(target, "is a URL; --set and --port apply to a cluster file or a model")
         return partial(over_http, target, api_key), no_table
     try:
         file = cluster_file_of(target)
@@ -96,7 +103,7 @@ def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table 
         raise ConfigError(target, f"{error}; or a URL that begins with http:// or https://") from None
     if not file.exists() and str(file) != target:
         raise FileNotFoundError(f"deploy/up {target} has not been run")
-    resolved = load_cluster(file)
+    resolved = load_cluster(file, values)
     socket = admin_listeners(resolved, to_write=False).socket
     return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))
 
@@ -160,6 +167,8 @@ def run(
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="for a URL: a key with the scope admin")
     ] = None,
+    port: Port = None,
+    overrides: Overrides = None,
 ) -> None:
     """Show the nodes of a cluster live; q or Ctrl-C leaves. Without a terminal: print one snapshot.
 
@@ -167,7 +176,7 @@ def run(
     """
     out = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        fetch, table = source(target, api_key)
+        fetch, table = source(target, api_key, with_port(overrides, port))
         if not (out.is_terminal and sys.stdin.isatty()):
             snapshot(fetch, table, out)
             return

@@ -254,7 +254,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def test_without_a_terminal_it_prints_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = answers({"nodes": [node("decode-0")], "ready": True})
-    monkeypatch.setattr(top_cli, "source", lambda target, key: (fetch, top_cli.no_table))
+    monkeypatch.setattr(top_cli, "source", lambda target, key, values: (fetch, top_cli.no_table))
     monkeypatch.setattr(top_cli, "REFRESH_SECONDS", 0.0)
     code, text = command("http://example.test")
     assert code == 0
@@ -289,6 +289,17 @@ def test_a_cluster_that_was_never_started_is_said_to_be_down(
     code, text = command(str(file))
     assert code == 1
     assert f"does not answer: nothing listens at {tmp_path}/run/router.admin.sock" in text
+
+
+def test_it_takes_the_keys_with_which_the_cluster_was_started(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"model: {{path: {TINY_TARGET}}}\n")
+    code, text = command(str(file), "--set", f"process.run_dir={tmp_path}/other", "--port", "8001")
+    assert code == 1
+    assert f"does not answer: nothing listens at {tmp_path}/other/router.admin.sock" in text
+    code, text = command("http://127.0.0.1:1", "--set", "router.port=8001")
+    assert code == 2
+    assert "--set and --port apply to a cluster file or a model" in text
 
 
 async def test_a_key_without_the_scope_is_refused() -> None:
