@@ -18,7 +18,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import weight_paths
 from common.config.schema import DecodeSection, PrefillSection
 from common.errors import ConfigError, ModelError
-from common.speculation.directory import algorithm_of, max_steps
+from common.speculation.directory import algorithm_of, compare_with_target, load_draft_config, max_steps
 from deploy.cores import usable_cores
 from deploy.gpus import Gpu
 
@@ -73,7 +73,10 @@ def cluster_sections(
         sections: dict[str, dict[str, Any]] = {"model": {"path": str(directory), "served_name": name}}
         if draft is not None:
             weights += stored_bytes(draft)
-            sections["speculation"] = _speculation(algorithm_of(draft, directory), draft)
+            algorithm = algorithm_of(draft, directory)
+            load_draft_config(draft, algorithm, config)
+            compare_with_target(draft, algorithm, directory)
+            sections["speculation"] = _speculation(algorithm, draft)
     except ModelError as error:
         raise ConfigError("", str(error)) from error
     if machine.gpus:

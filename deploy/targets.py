@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from deploy.hub import NAME
 
 CLUSTERS = "models"  # folder of the cluster files that `deploy/up MODEL_DIR` writes
+MODEL_FILES = (".json", ".safetensors")
 TARGETS = (
     "a cluster file (deploy/clusters/example.yaml shows every key), a model directory, or a model of the Hugging Face "
     "hub as ORG/NAME"
@@ -54,6 +55,8 @@ def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:
     try:
         if path.is_dir():
             return _of_directory(text, path)
+        if path.suffix in MODEL_FILES and (path.parent / "config.json").is_file():
+            raise ConfigError("", f"this is a file of the model in {path.parent}: give that directory")
         if path.exists() or text.endswith((".yaml", ".yml")):
             return path
     except OSError as error:

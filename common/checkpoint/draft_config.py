@@ -17,6 +17,8 @@ from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.mtp_format import MtpFormat
 from common.errors import ModelError
 
+DRAFT_REMEDY = "use a draft made for the target, or none"
+
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
@@ -125,5 +127,5 @@ def check_same(file: Path, what: str, ours: int, theirs: int) -> None:
     """Raise ModelError if the draft's value of `what` differs from the target's."""
     if ours != theirs:
         raise ModelError(
-            f"{file}: {what} is {ours}, the target has {theirs}: this draft is for another model"
+            f"{file}: {what} is {ours}, the target has {theirs}: this draft is for another model; {DRAFT_REMEDY}"
         )

@@ -44,7 +44,7 @@ from common.checkpoint.json_fields import (
 )
 from common.checkpoint.layer_norms import PRE_NORM, LayerNorms
 from common.checkpoint.layer_windows import windows_by_type, windows_every, windows_from
-from common.checkpoint.model_mistakes import explain_directory
+from common.checkpoint.model_mistakes import explain_directory, explain_missing
 from common.checkpoint.modelopt import with_modelopt_file
 from common.checkpoint.rope_config import (
     LONGROPE,
@@ -150,7 +150,7 @@ class ModelConfig:
         """Read config.json and generation_config.json. Raises ModelError with what is not supported."""
         directory = Path(path)
         if not directory.is_dir():
-            raise ModelError(f"{directory} is not a model directory")
+            raise ModelError(f"{directory} {explain_missing(directory)}")
         file = directory / "config.json"
         if not os.path.lexists(file):
             raise ModelError(f"{directory} {explain_directory(directory)}")

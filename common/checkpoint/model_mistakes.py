@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def explain_directory(directory: Path) -> str:
             "form, which has config.json and model.safetensors"
         )
     return f"has no config.json, so it is not a model directory; it contains {_shown(names)}"
+
+
+def explain_missing(path: Path) -> str:
+    """Return why a path is no directory, as a clause that follows it."""
+    if os.path.lexists(path):
+        return "is a file: give the directory that contains it"
+    return "does not exist: correct the path"
 
 
 def explain_weight_file(start: bytes) -> str | None:

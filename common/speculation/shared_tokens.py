@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.draft_config import DRAFT_REMEDY
 from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES
 from common.checkpoint.model_files import read_json
@@ -32,7 +33,7 @@ def check_same_tokens(draft: Path, target: Path) -> None:
         if index in own and index in other and own[index] != other[index]:
             raise ModelError(
                 f"{sizes}, and token {index} is {own[index][:40]!r}, the target's is {other[index][:40]!r}: this draft "
-                "is for another model"
+                f"is for another model; {DRAFT_REMEDY}"
             )
 
 

@@ -49,6 +49,15 @@ def test_directories_without_a_config_are_explained(
     assert str(raised.value).startswith(f"{directory} ")
 
 
+def test_a_path_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"^{tmp_path}/none does not exist: correct the path$"):
+        ModelConfig.load(tmp_path / "none")
+    file = tmp_path / "model.safetensors"
+    file.write_text("x")
+    with pytest.raises(ModelError, match=f"^{file} is a file: give the directory that contains it$"):
+        ModelConfig.load(file)
+
+
 def test_the_cache_folder_of_one_model_names_the_model_and_a_revision(tmp_path: Path) -> None:
     folder = holding(tmp_path / "models--acme--tiny", f"snapshots/{'0' * 40}/config.json")
     for given in (folder, folder / "snapshots"):

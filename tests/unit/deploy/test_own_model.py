@@ -124,6 +124,12 @@ def test_what_is_not_served_is_refused_before_anything_starts(tmp_path: Path) ->
         cluster_sections("m", MODEL, model, CPU)
 
 
+@pytest.mark.parametrize("draft", ["eagle", "eagle3", "mtp", "standalone"])
+def test_a_draft_of_another_model_is_refused_before_anything_starts(draft: str) -> None:
+    with pytest.raises(ConfigError, match="vocab_size.*; use a draft made for the target, or none"):
+        cluster_sections("m", MODELS / "tiny-tools", MODELS / f"tiny-{draft}", CPU)
+
+
 def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     model = broken(tmp_path)
     (model / "model.safetensors").unlink()

@@ -44,6 +44,12 @@ def test_a_file_is_a_cluster_file(tmp_path: Path) -> None:
     assert read_target("clusters/typo.yaml") == Path("clusters/typo.yaml")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_of_a_model_is_no_cluster_file(tmp_path: Path, name: str) -> None:
+    (model(tmp_path / "m") / name).write_text("{}")
+    assert refusal(f"m/{name}") == "this is a file of the model in m: give that directory"
+
+
 def test_a_directory_is_served_under_its_name(tmp_path: Path, runtime: Path) -> None:
     found = target(str(model(tmp_path / "Llama-3.1-8B")))
     assert (found.served_name, found.directory) == ("Llama-3.1-8B", tmp_path / "Llama-3.1-8B")
