@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.checkpoint.model_directory import SNAPSHOTS
 from common.checkpoint.model_mistakes import explain_directory, repository_name
-from common.config.run_directory import runtime_base
+from common.config.run_directory import BASE_REMEDY, runtime_base
 from common.config.yaml_file import require_utf8
 from common.errors import ConfigError
 from deploy.hub import NAME
@@ -44,7 +44,9 @@ class ModelTarget:
         try:
             return runtime_base() / CLUSTERS / f"{stem}-{tag}.yaml"
         except OSError as error:
-            raise ConfigError("", f"cannot create {error.filename}: {error.strerror}") from error
+            raise ConfigError(
+                "", f"cannot create {error.filename}: {error.strerror}; {BASE_REMEDY}"
+            ) from error
 
 
 def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pwd
 import stat
 from pathlib import Path
 
@@ -17,7 +16,10 @@ from common.errors import ConfigError
 KEY = "process.run_dir"
 ADMIN = "router.admin"  # name of the router's admin socket; no node has this name, since node names contain no dots
 LOGIN_DIRECTORIES = Path("/run/user")  # one for each user who is logged in
-LINGERING = (Path("/var/lib/systemd/linger"), Path("/var/lib/elogind/linger"))  # files named after users
+# Where the base of all run directories cannot be used; deploy/up MODEL has no cluster file yet.
+BASE_REMEDY = (
+    f"set {KEY}, or for deploy/up MODEL set XDG_RUNTIME_DIR to a private directory outside /run/user"
+)
 MAX_SOCKET_BYTES = 107  # sockaddr_un.sun_path without its terminator
 
 
@@ -69,25 +71,14 @@ def runtime_base() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     private = runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022
     # A cluster may outlive the login of its user, and its sockets and files must, too.
-    if private and not _ends_at_logout(runtime):
+    if private and runtime.resolve().parent != LOGIN_DIRECTORIES:
         return runtime
     base = Path(f"/tmp/tandem-{os.getuid()}")  # even if sudo or su kept another user's XDG_RUNTIME_DIR
-    _own(base, follow=False)
+    _own(base, follow=False, remedy=BASE_REMEDY)
     return base
 
 
-def _ends_at_logout(runtime: Path) -> bool:
-    """Return whether a runtime directory is removed when its user logs out (`loginctl enable-linger` keeps it)."""
-    if runtime.resolve().parent != LOGIN_DIRECTORIES:
-        return False
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return True
-    return not any((users / user).exists() for users in LINGERING)
-
-
-def _own(directory: Path, follow: bool) -> None:
+def _own(directory: Path, follow: bool, remedy: str = f"set {KEY}") -> None:
     """Create it if necessary, and make it unreadable for others. Refuses a directory that others own or can write to.
 
     `follow`: a configured link is intended; a link found in /tmp may be an attack.
@@ -95,11 +86,11 @@ def _own(directory: Path, follow: bool) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = directory.stat(follow_symlinks=follow)
     if not stat.S_ISDIR(info.st_mode):
-        raise ConfigError(KEY, f"{directory} is not a directory; remove it or set {KEY}")
+        raise ConfigError(KEY, f"{directory} is not a directory; remove it, or {remedy}")
     if info.st_uid != os.getuid():
-        raise ConfigError(KEY, f"{directory} belongs to another user; set {KEY}")
+        raise ConfigError(KEY, f"{directory} belongs to another user; {remedy}")
     if info.st_mode & 0o022:
-        raise ConfigError(KEY, f"others can write to {directory}; chmod 700 it, or set {KEY}")
+        raise ConfigError(KEY, f"others can write to {directory}; chmod 700 it, or {remedy}")
     if info.st_mode & 0o055:
         directory.chmod(0o700)
 

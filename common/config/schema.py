@@ -348,7 +348,7 @@ class Security(Section, frozen=True, kw_only=True):
 class Process(Section, frozen=True, kw_only=True):
     """Threads, logs and debugging of every process."""
 
-    # Sockets, pids, logs. auto: 0700 under $XDG_RUNTIME_DIR unless that ends with the login, else under /tmp
+    # Sockets, pids, logs. auto: 0700 under $XDG_RUNTIME_DIR unless that is /run/user/UID, else under /tmp
     run_dir: str = "auto"
     # IP address of this process's host for other hosts; stands for `own` in addresses of nodes.
     address: str | None = None

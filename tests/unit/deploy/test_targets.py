@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,27 @@ def test_a_directory_is_served_under_its_name(tmp_path: Path, runtime: Path) -> 
     assert (found.served_name, found.directory) == ("Llama-3.1-8B", tmp_path / "Llama-3.1-8B")
     assert found.cluster_file.parent == runtime / "models"
     assert found.cluster_file.name.startswith("Llama-3-1-8B-")
+
+
+def test_without_a_place_for_its_file_the_remedy_is_one_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has no cluster file yet that could set process.run_dir."""
+    found = target(str(model(tmp_path / "mine")))
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_123)
+    base = Path("/tmp/tandem-4000000123")  # of another user, who was faster
+    try:
+        with pytest.raises(ConfigError, match="belongs to another user; .*set XDG_RUNTIME_DIR"):
+            found.cluster_file  # noqa: B018
+    finally:
+        base.rmdir()
+
+    def mkdir(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match=f"{base}: Read-only file system; .*set XDG_RUNTIME_DIR"):
+        found.cluster_file  # noqa: B018
 
 
 def test_a_link_keeps_its_name_and_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
