@@ -58,11 +58,12 @@ class SharedDevice:
     def __enter__(self) -> None:
         announced = 0.0
         while not self._lock.acquire(timeout=LOOK_SECONDS):
-            until = max(self._busy_until, self._end_of_others())
-            if until > announced:
+            now, until = self._clock(), max(self._busy_until, self._end_of_others())
+            # Work that is late would take its delay from what this half has announced for its own launches.
+            if until > max(announced, now):
                 announced = until
                 own = self._launches.get(threading.get_ident(), NOTHING)
-                self._announce(until - self._clock() + own.seconds)
+                self._announce(until - now + own.seconds)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -127,6 +127,48 @@ def test_a_half_that_waits_for_the_device_announces_the_long_launch_of_the_other
     assert waiting.seconds == [61.0, 160.0 + 61.0]
 
 
+class CountedLock:
+    """The lock of the device, and how often a thread has waited for it without getting it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.missed = 0
+
+    def acquire(self, timeout: float) -> bool:
+        got = self._lock.acquire(timeout=timeout)
+        self.missed += not got
+        return got
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_a_long_launch_that_is_late_takes_nothing_from_what_the_other_half_has_announced(
+    waiting: Half, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own launch still takes what it has announced, after however long a wait."""
+    clock, long, lock = Clock(), Half(), CountedLock()
+    monkeypatch.setattr("common.node.shared_device.threading.Lock", lambda: lock)
+    device = SharedDevice(clock)
+    monkeypatch.undo()
+    prompts = announced_work(device, long, clock)
+
+    def step() -> None:
+        tokens = announced_work(device, waiting, clock)
+        tokens.begin(8)
+        with device:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with device:
+            prompts.begin(800)
+            clock.now += 200.0
+            other = pool.submit(step)
+            until(lambda: lock.missed > 1)
+        other.result(PATIENCE)
+    assert waiting.seconds == [61.0]
+
+
 def test_threads_that_are_no_main_loop_announce_nothing() -> None:
     device = SharedDevice()
     with device:
