@@ -38,6 +38,11 @@ def find_chat_template(model: Path, given: Path | None = None) -> TemplateSource
         given: `model.chat_template`, a file of the operator, which may be a link to any place.
     """
     if given is not None:
+        if not given.exists():
+            raise ModelError(
+                f"model.chat_template: {given} does not exist: give an absolute path, or one that is relative to the "
+                "cluster file"
+            )
         return TemplateSource(read_text(given.resolve(), MAX_TEMPLATE_BYTES), given)
     own = model / OWN_FILE
     if own.is_file():

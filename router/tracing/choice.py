@@ -34,7 +34,8 @@ def make_traces(configured: str, model: str, log: Log) -> Traces:
     except ModuleNotFoundError as error:
         raise ConfigError(
             key,
-            f"traces need {error.name}, which is missing: pip install 'tandem-serving[otel]', or leave it out",
+            f"traces need {error.name}, which is missing: run `pip install -e '.[otel]'` in the checkout, or leave "
+            "the endpoint out",
         ) from error
     traces: Traces = kind(endpoint, model, os.environ.get(SERVICE, "tandem-router"), log)
     return traces

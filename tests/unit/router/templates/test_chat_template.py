@@ -257,7 +257,8 @@ def test_a_configured_template_replaces_the_models_own(tmp_path: Path) -> None:
     given.write_text("{% for %}")
     with pytest.raises(ModelError, match=f"{given}: the chat template cannot be compiled"):
         ChatTemplate(tmp_path, given)
-    with pytest.raises(ModelError, match="cannot read"):
+    missing = f"^model.chat_template: {tmp_path}/none.jinja does not exist: .* relative to the cluster file$"
+    with pytest.raises(ModelError, match=missing):
         ChatTemplate(tmp_path, tmp_path / "none.jinja")
 
 

@@ -75,7 +75,10 @@ def test_a_missing_package_is_refused_at_the_start(monkeypatch: pytest.MonkeyPat
         raise ModuleNotFoundError("No module named 'opentelemetry'", name="opentelemetry")
 
     monkeypatch.setattr(choice, "named", missing)
-    with pytest.raises(ConfigError, match=r"router\.otlp_endpoint.*opentelemetry.*tandem-serving\[otel\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"router\.otlp_endpoint.*opentelemetry.*pip install -e '\.\[otel\]'` in the checkout",
+    ):
         make_traces("http://127.0.0.1:4318", "tiny", Log("test"))
 
 
