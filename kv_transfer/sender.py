@@ -58,7 +58,8 @@ class Sender:
         if endpoint.layout != layout:
             raise ValueError("the endpoint was registered with another layout")
         self.counters = SenderCounters()
-        self._incarnation, self._node = rank_incarnation(incarnation, layout.tp_rank), node
+        self._incarnation = rank_incarnation(incarnation, layout.tp_rank)
+        self._node = node
         self.addresses: tuple[str, ...] = ()  # rank 0: of the peer sockets of all ranks; set at start
         self.endpoint = endpoint
         self._send = send

@@ -82,9 +82,9 @@ class PrefillNode:
         self._garbage = observation.garbage
         self.queues = Queues()  # also read by tests
         self._planner = Planner(self.queues, scheduling)
-        drain, rest = self._limits.drain_timeout, (observation.profiler, links.role)
+        drain, log, profiler = self._limits.drain_timeout, observation.log, observation.profiler
         self.life = NodeLife(
-            links.incarnation, self._routers, Prefill, drain, observation.log, self._clock, *rest
+            links.incarnation, self._routers, Prefill, drain, log, self._clock, profiler, links.role
         )
         self._report = Report(
             self.queues, self._space, self._sender, self._times, observation, self._tier.totals
