@@ -79,7 +79,7 @@ class ChatBuilder:
         try:
             return msgspec.convert({**given, "messages": messages}, ChatRequest)
         except msgspec.ValidationError as error:
-            raise invalid_body(error) from error
+            raise invalid_body(error, ChatRequest) from error
 
     def _assistant(self) -> dict[str, Any]:
         """Return the assistant message at the end, which is added if there is none."""

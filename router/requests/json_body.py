@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import InvalidRequest
+from router.requests.allowed_values import allowed_values
 from router.requests.malformed_json import malformed
 
 MAX_DEPTH = 64  # levels of nested arrays and objects
@@ -43,7 +44,7 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
                 raise
             return decoder.decode(whole)
     except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
+        raise invalid_body(error, decoder.type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise malformed(raw, error) from error
     except RecursionError as error:
@@ -130,8 +131,8 @@ def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
         yield bytes(marks.replace(b'""', b""))
 
 
-def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
-    """Describe a body that violates the schema, with the name of the field."""
+def invalid_body(error: msgspec.MsgspecError, body: Any) -> InvalidRequest:
+    """Describe a body that violates the schema `body`, with the name of the field."""
     text, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
     named = re.search(r"(required|unknown) field `([^`]*)`", text)
@@ -143,6 +144,8 @@ def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:
             else "is not supported by this version of tandem; leave it out"
         )
         return InvalidRequest(f"{field} {problem}", param=field)
+    if text.startswith("Invalid enum value") and (allowed := allowed_values(body, field)):
+        text = f"{text}; send {' or '.join(map(str, allowed))}"
     return InvalidRequest(
         f"{field}: {text}" if field else f"the body is not valid: {text}", param=field or None
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -161,3 +162,29 @@ def test_utf_16_is_refused_by_its_name(encoding: str) -> None:
     raw = "\ufeff{}".encode(encoding) if encoding == "utf-16-be" else "{}".encode(encoding)
     with pytest.raises(InvalidRequest, match="UTF-16; send JSON in UTF-8"):
         decode_json(raw, msgspec.json.Decoder(dict[str, int]))
+
+
+class Switch(msgspec.Struct):
+    kind: Literal["enabled", "disabled"]
+    level: Literal[1, 2] | None = None
+
+
+class Switched(msgspec.Struct):
+    first: Switch | None = None
+    several: list[Switch] = []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"first": {"kind": "on"}}', "first.kind: Invalid enum value 'on'; send disabled or enabled"),
+        (b'{"first": {"kind": "enabled", "level": 3}}', "first.level: Invalid enum value 3; send 1 or 2"),
+        (
+            b'{"several": [{"kind": "on"}]}',
+            "several[0].kind: Invalid enum value 'on'; send disabled or enabled",
+        ),
+    ],
+)
+def test_a_value_out_of_a_set_is_refused_with_the_set(body: bytes, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(said)}$"):
+        decode_json(body, msgspec.json.Decoder(Switched))
