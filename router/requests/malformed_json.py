@@ -29,6 +29,8 @@ def malformed(raw: bytes | bytearray, error: msgspec.DecodeError | UnicodeDecode
     """Return the refusal of a body for which the decoder raised `error`."""
     if raw.startswith(_UTF_16):
         return InvalidRequest("the body is encoded in UTF-16; send JSON in UTF-8")
+    if raw.startswith(codecs.BOM_UTF8):
+        return InvalidRequest("the body begins with a byte order mark; send JSON in UTF-8 without one")
     if not raw.strip():
         return InvalidRequest("the body is empty; send a JSON object")
     if isinstance(error, UnicodeDecodeError):

@@ -188,3 +188,9 @@ class Switched(msgspec.Struct):
 def test_a_value_out_of_a_set_is_refused_with_the_set(body: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{re.escape(said)}$"):
         decode_json(body, msgspec.json.Decoder(Switched))
+
+
+def test_a_byte_order_mark_is_refused_by_its_name() -> None:
+    """Editors of Windows write it in front of UTF-8."""
+    with pytest.raises(InvalidRequest, match="begins with a byte order mark; send JSON in UTF-8 without one"):
+        decode_json('{"a": 1}'.encode("utf-8-sig"), msgspec.json.Decoder(dict[str, int]))
