@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from common.errors import ConfigError
 from deploy.load_generator.loads import Load
 from deploy.load_generator.plan import PlannedRequest, PromptShape, PromptTokens, closed_plan
 from deploy.load_generator.runs import (
@@ -112,10 +113,14 @@ class Measurement:
             return await open_loop(server, plan, answered, early_stop)
 
     async def warm_up(self, count: int, shape: PromptShape) -> None:
-        """Send requests that do not count, one at a time, to each server; their failures do not count either."""
+        """Send requests that do not count, one at a time, to each server; their failures do not count either.
+
+        Raises ConfigError if a server refuses all of them as invalid, as it would those that count.
+        """
         for target in self.targets:
-            for request in closed_plan(count, shape, 0):
-                await self.send_one(target, request)
+            sent = [await self.send_one(target, request) for request in closed_plan(count, shape, 0)]
+            if sent and all(each.invalid for each in sent):
+                raise ConfigError(target.label, f"refuses every request of the warm-up: {sent[-1].error}")
 
     async def send_one(self, target: Target, request: PlannedRequest) -> RequestTimes:
         """Send a request that does not count, and return its times."""

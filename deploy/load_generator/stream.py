@@ -13,6 +13,7 @@ from deploy.openai_client import error_sentence, message_of
 from deploy.sse import EventSplitter, EventTooLong
 
 CHARACTERS_OF_ERRORS = 300
+TOO_MANY = 429
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class RequestTimes:
     gaps: list[float] = field(default_factory=list)  # between consecutive events with tokens
     tokens: int = 0
     error: str = ""
+    invalid: bool = False  # the server refused it with a status that says that it would do so again
 
     @property
     def per_token(self) -> float:
@@ -86,6 +88,7 @@ async def stream_completion(
     try:
         async with session.post(url, data=body) as response:
             if response.status != 200:
+                times.invalid = 400 <= response.status < 500 and response.status != TOO_MANY
                 text = error_sentence(await response.read())[:CHARACTERS_OF_ERRORS]
                 raise RequestFailed(f"status {response.status}: {text}")
             await _read(response, times, sent if due is None else due)

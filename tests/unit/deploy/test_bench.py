@@ -237,6 +237,18 @@ def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], said: st
     assert said in result.output
 
 
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (429, 1), (503, 1)])
+async def test_a_server_that_calls_the_warm_up_invalid_is_not_measured(status: int, code: int) -> None:
+    """Every request that counts would fail as well. One that is busy may have room later."""
+    server = OpenAiServer(status=status)
+    async with serving(server):
+        result = await bench(server.url, "--concurrency", "2")
+    assert result.exit_code == code
+    said = f"{server.url}: refuses every request of the warm-up: status 400: too busy"
+    assert (said in " ".join(result.output.split())) is (status == 400)
+    assert len(prompts(server)) == (2 if status == 400 else 10)
+
+
 async def test_a_search_reports_every_probe(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     a, b = OpenAiServer(ANSWER), OpenAiServer(status=503)
