@@ -297,7 +297,7 @@ def test_generation_values_out_of_range_are_refused(generation: dict[str, Any], 
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="not a model directory"):
+    with pytest.raises(ModelError, match="does not exist: correct the path"):
         ModelConfig.load(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="is empty"):
         ModelConfig.load(tmp_path)

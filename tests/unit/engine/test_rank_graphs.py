@@ -147,17 +147,20 @@ GROUPS: Mapping[str, Callable[[CollectiveGroup], CollectiveGroup]] = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("station", ["session", "begin"])
+@pytest.mark.parametrize(("station", "calls"), [("session", 1), ("begin", 2)])
 def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(
-    station: str, group: str, monkeypatch: pytest.MonkeyPatch
+    station: str, calls: int, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank waits for one that has failed before its warm-up or after it; all run these shapes without a graph."""
+    """No rank waits for one that has failed before its warm-up or after it; all run these shapes without a graph.
+
+    A graph is one session of two segments.
+    """
     step, here = getattr(TapeRecorder, station), threading.local()
 
     def failing(recorder: TapeRecorder) -> object:
         here.begun = getattr(here, "begun", -1) + 1
         # both attempts at the largest graph of rank 0, and at the next one of rank 1
-        if here.begun in (here.rank, here.rank + 1):
+        if here.begun in (calls * here.rank, calls * here.rank + 1):
             raise CaptureError("no room")
         return step(recorder)
 
