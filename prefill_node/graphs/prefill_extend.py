@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import (
     SAVES,
     BatchState,
@@ -34,6 +33,7 @@ from prefill_node.around_attention import AroundAttention
 from prefill_node.graphs.backends.body_point import run_body
 from prefill_node.graphs.backends.break_point import break_point, next_segment
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
+from prefill_node.signalled_attention import SignalledAttention
 
 MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
 # A forward that has this many tokens of its prefixes copied from host memory, for each token of the smallest graph with
@@ -64,36 +64,6 @@ class BreakableAttention(AroundAttention):
         eps: float = 0.0,
     ) -> Tensor:
         return super().mix(layer, operation, projected, width, weights, eps)
-
-
-class SegmentedAttention(AroundAttention):
-    """An attention backend after whose layer `last` a graph continues in a new segment."""
-
-    def __init__(self, inner: AttentionBackend, last: int) -> None:
-        super().__init__(inner)
-        self._last = last
-
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended = super().forward(layer, query, key, value)
-        self._divide(layer)
-        return attended
-
-    def mix(
-        self,
-        layer: int,
-        operation: str,
-        projected: Tensor,
-        width: int,
-        weights: Sequence[Tensor] = (),
-        eps: float = 0.0,
-    ) -> Tensor:
-        mixed = super().mix(layer, operation, projected, width, weights, eps)
-        self._divide(layer)
-        return mixed
-
-    def _divide(self, layer: int) -> None:
-        if layer == self._last:
-            next_segment()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +155,9 @@ class ExtendBody:
         """`shapes`: those that are captured, in ascending order."""
         self._runner = runner
         self._broken = BreakableAttention(runner.attention)
-        first = runner.model.config.num_layers // LAYERS_PER_FIRST
-        self._unbroken = SegmentedAttention(runner.attention, first)
+        self._unbroken = SignalledAttention(runner.attention)
+        # the layer in which the second segment of a graph without breaks begins
+        self._second = runner.model.config.num_layers // LAYERS_PER_FIRST
         self.static = static
         # tokens of the smallest graph with breaks; 0: there is none
         self._least_broken = next((each.tokens for each in shapes if not static.serves(each.tokens)), 0)
@@ -224,8 +195,14 @@ class ExtendBody:
 
     def run(self, inputs: Inputs, variant: str) -> BodyOutput:
         positions = inputs["positions"]
-        attention = self._unbroken if self.static.serves(len(positions)) else self._broken
-        return run_body(self._runner.model, inputs["embeds"], positions, attention)
+        if not self.static.serves(len(positions)):
+            return run_body(self._runner.model, inputs["embeds"], positions, self._broken)
+        with self._unbroken.heard_by(self._divide):
+            return run_body(self._runner.model, inputs["embeds"], positions, self._unbroken)
+
+    def _divide(self, layer: int) -> None:
+        if layer == self._second:
+            next_segment()
 
     def _embeds(self, call: ExtendCall) -> Tensor:
         if call.input_embeds is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 import threading
 from typing import Final
+
+from common.ipc.host_lookup import resolve
 
 LOOKUP_SECONDS: Final = 1.0
 
@@ -26,8 +27,7 @@ def _look_up(name: str) -> list[str]:
 
     def run() -> None:
         try:
-            entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
+            found.extend(resolve(name))
         except OSError as error:
             problems.append(error)
         except UnicodeError as error:
