@@ -15,6 +15,7 @@ from prefill_node.node import WATCH_INTERVAL
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import reference
+from tests.fakes.waiting import until
 
 
 def test_slots_that_arrive_after_the_prompt_are_used_at_once() -> None:
@@ -105,9 +106,16 @@ def test_a_decode_node_that_ended_while_no_router_knew_it_is_forgotten() -> None
             gone.ref.incarnation,
             other.ref.incarnation,
         }
+        identity = next(
+            peer.identity
+            for peer in cluster.prefill.sender.peers.all()
+            if peer.incarnation == gone.ref.incarnation
+        )
         attached = len(cluster.fabric.attached)
         cluster.kill(gone)
         gone.peers.close()
+        # A thread of ZMQ notices the end of the connection a moment later.
+        until(lambda: not cluster.prefill.peers.reachable(identity))
         cluster.clock.now += LOOK_SECONDS
         cluster.turn_one(cluster.prefill)
         for _ in range(int(ABSENT_SECONDS / LOOK_SECONDS)):
