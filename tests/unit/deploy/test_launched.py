@@ -20,9 +20,11 @@ from kv_transfer.transport.one_host.process import pid_namespace
 from tests.fakes.waiting import PATIENCE
 
 Process = subprocess.Popen[bytes]
-# Each child prints a line when its handler is in place.
+# Each child prints a line when it is ready for the signal. One that comes just before a blocking read would be handled
+# after it, so DRAINS waits for the signal itself.
 DRAINS = (
-    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(1, flush=True); input()"
+    "import signal; own = {signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, own);"
+    "print(1, flush=True); signal.sigtimedwait(own, 600)"
 )
 STAYS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); input()"
 
