@@ -1,6 +1,6 @@
 """For all tests: Triton's interpreter where there is no GPU, and the same hypothesis examples in every run.
 
-The garbage collector leaves out what is made while tests are collected.
+The garbage collector leaves out what is made while tests are collected, and what a file of tests leaves to later ones.
 """
 
 from __future__ import annotations
@@ -41,6 +41,18 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Exempt what a file leaves, too: modules that its tests imported, and what the end of a node has released."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_collection_finish() -> None:
