@@ -321,7 +321,8 @@ def _fail(text: str) -> NoReturn:
 
 
 def _refuse(target: Path | str, error: ConfigError) -> NoReturn:
-    say(f"{target}: {error}", "red")
+    named = str(target) in str(error)
+    say(str(error) if named else f"{target}: {error}", "red")
     raise typer.Exit(EXIT_REFUSED) from None
 
 

@@ -97,7 +97,11 @@ def _write(target: ModelTarget, draft: str | None, revision: str | None, say: Sa
     machine = Machine.of_this_host(gpus)
     sections = cluster_sections(target.served_name, directory, draft_directory, machine)
     write_cluster_file(target.cluster_file, target.served_name, sections)
-    say(f"serving {target.served_name} on {machine}; cluster file: {target.cluster_file}")
+    speculation = sections.get("speculation", {})
+    drafted = (
+        f" with {speculation['algorithm']} drafts of {speculation['draft_model_path']}" if speculation else ""
+    )
+    say(f"serving {target.served_name}{drafted} on {machine}; cluster file: {target.cluster_file}")
 
 
 def _lock(file: Path) -> int:

@@ -83,7 +83,18 @@ def parse_yaml(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506, TID251 - a SafeLoader subclass
     except _UNREADABLE as error:
-        raise ConfigError("", f"{origin} is not YAML: {error}") from error
+        raise ConfigError("", f"{origin} is not YAML: {_problem(error)}") from error
+
+
+def _problem(error: Exception) -> str:
+    """Say in one line what is wrong and where, without the excerpt that PyYAML adds."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    mark, begun = error.problem_mark, error.context_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if not error.context:
+        return place
+    return f"{place} ({error.context}" + (f" that begins on line {begun.line + 1})" if begun else ")")
 
 
 def parse_scalar(text: str) -> Any:

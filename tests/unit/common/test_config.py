@@ -637,6 +637,26 @@ def test_aliases_cannot_explode(tmp_path: Path) -> None:
     refusal(tmp_path, "model: {path: {" + ", ".join(lines) + "}}\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "model:\n  path: [x\nrouter: {",
+            "line 3, column 7: expected ',' or ']', but got ':' (while parsing a flow sequence that begins on line 2)",
+        ),
+        (
+            "model: {path: m}\n\trouter: {}",
+            "line 2, column 1: found character '\\t' that cannot start any token",
+        ),
+        ("model: {path: 2024-13-45}", "month must be in 1..12"),
+    ],
+)
+def test_what_is_not_yaml_is_named_in_one_line(tmp_path: Path, text: str, words: str) -> None:
+    error = refusal(tmp_path, text)
+    assert f"is not YAML: {words}" in str(error)
+    assert len(str(error).splitlines()) == 1
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for file in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match=re.escape(f"cannot read {file}: ") + "[NI]"):

@@ -78,7 +78,8 @@ def test_a_model_of_the_hub_is_looked_up(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_draft_directory_is_taken(place: Path) -> None:
-    file, _ = run("mine", draft=str(MODELS / "tiny-eagle3"))
+    file, said = run("mine", draft=str(MODELS / "tiny-eagle3"))
+    assert said[-1].startswith(f"serving mine with eagle3 drafts of {MODELS / 'tiny-eagle3'} on the CPU (")
     loaded = load_cluster(file)
     assert (loaded.cluster.speculation.algorithm, loaded.draft_path) == ("eagle3", MODELS / "tiny-eagle3")
 
