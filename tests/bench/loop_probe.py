@@ -54,6 +54,24 @@ class Stall(msgspec.Struct, frozen=True):
     major_faults: int = 0
     minor_faults: int = 0
     waits: int = 0
+    # since the stall before: seconds, summed over processors, for which this container had used up its quota
+    throttled: float = 0.0
+
+
+# The file of a container's own control group, version 2 or 1; the field of the sum; its unit in seconds.
+_QUOTAS = (
+    (Path("/sys/fs/cgroup/cpu.stat"), "throttled_usec", 1e-6),
+    (Path("/sys/fs/cgroup/cpu/cpu.stat"), "throttled_time", 1e-9),
+)
+
+
+def throttled_seconds() -> float:
+    """Return how long processes of this container have been held up by its quota; 0 where nothing says so."""
+    for file, field, unit in _QUOTAS:
+        if file.exists():
+            lines = dict(line.split() for line in file.read_text().splitlines())
+            return int(lines.get(field, 0)) * unit
+    return 0.0
 
 
 class LoopProbe:
@@ -68,6 +86,7 @@ class LoopProbe:
         self._waited = self._run_queue_seconds()
         self._cpu = time.thread_time()
         self._usage = resource.getrusage(resource.RUSAGE_THREAD)
+        self._throttled = throttled_seconds()
         self._stack: list[str] = []
         self._collections: list[tuple[int, float]] = []
         self._collecting = 0.0
@@ -86,6 +105,7 @@ class LoopProbe:
         late = now - self._due
         seconds = late - (waited - self._waited)
         if seconds >= NOTED:
+            throttled = throttled_seconds()
             stall = Stall(
                 self._due,
                 now,
@@ -97,7 +117,9 @@ class LoopProbe:
                 usage.ru_majflt - before.ru_majflt,
                 usage.ru_minflt - before.ru_minflt,
                 usage.ru_nvcsw - before.ru_nvcsw,
+                throttled - self._throttled,
             )
+            self._throttled = throttled
             self._file.write(msgspec.json.encode(stall) + b"\n")
         self._stack, self._collections = [], []
         self._due, self._waited, self._cpu, self._usage = now + TICK, waited, cpu, usage
