@@ -191,6 +191,12 @@ def _check_addresses(cluster: Cluster) -> None:
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
                 "others connect to",
             )
+    hosts = {f"decode.nodes[{i}].host": n.host for i, n in enumerate(cluster.decode.nodes)}
+    for path, host in {"router.host": cluster.router.host, **hosts}.items():
+        if host.startswith("["):
+            raise ConfigError(
+                path, f"{host} is a host without a port; write it without brackets, as {host.strip('[]')}"
+            )
 
 
 def _check_lengths(cluster: Cluster) -> None:

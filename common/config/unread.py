@@ -57,6 +57,11 @@ def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
 
 def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     """Yield the keys that have no effect according to the cluster file."""
+    if not cluster.model.return_hidden_states:
+        reason = (
+            "model.return_hidden_states is false, so no answer has hidden states; write true, or leave it out"
+        )
+        yield Unread("model", cluster.model, ("hidden_states_mib",), reason)
     if not algorithm(cluster.speculation.algorithm).drafts:
         yield Unread(
             "speculation",

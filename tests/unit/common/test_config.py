@@ -444,6 +444,18 @@ def test_known_addresses(tmp_path: Path, path: str, address: str) -> None:
     load(tmp_path, overrides=[start + address + "'}]" * start.endswith("'")])
 
 
+@pytest.mark.parametrize(
+    ("path", "override"),
+    [("router.host", "router.host='{}'"), ("decode.nodes[0].host", "decode.nodes=[{{name: d, host: '{}'}}]")],
+)
+def test_a_host_without_a_port_is_written_without_brackets(tmp_path: Path, path: str, override: str) -> None:
+    """With brackets it would look like a name, and the process would end when it binds."""
+    error = refusal(tmp_path, overrides=[override.format("[::1]"), "transfer.transport=tcp"])
+    assert error.path == path
+    assert "write it without brackets, as ::1" in str(error)
+    load(tmp_path, overrides=[override.format("::1"), "transfer.transport=tcp"])
+
+
 def test_port_0_takes_a_free_port_where_others_are_told_which(tmp_path: Path) -> None:
     """Decode nodes learn the bound address; a node that connects to a router's port 0 would wait for ever."""
     load(tmp_path, overrides=[ADDRESSES["prefill.nodes[0].peer_address"] + "tcp://127.0.0.1:0'}]"])

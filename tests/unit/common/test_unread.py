@@ -49,6 +49,7 @@ def load(
         ),
         ("process.poison_graphs=true", "no node has graphs; see prefill.graphs and decode.graphs"),
         ("decode.nodes=[{name: d, bulk_port: 7}]", "transport is shm, for which decode nodes bind no socket"),
+        ("model.hidden_states_mib=8", "model.return_hidden_states is false, so no answer has hidden states"),
     ],
 )
 def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, reason: str) -> None:
@@ -103,6 +104,7 @@ def test_what_another_value_leaves_unread_is_refused(
         (REMOTE, "decode.nodes=[{name: d, host: 10.0.0.1, bulk_port: 7}]"),
         ("transfer.transport=nixl", "transfer.nixl_devices=eth0", "transfer.max_inflight_mib=8"),
         ("security.isolated_network=true",),
+        ("model.return_hidden_states=true", "model.hidden_states_mib=8"),
         ("speculation.steps=3", "transfer.nixl_devices=lo", "process.threads=1"),
         ("decode.nodes=[{name: d, host: localhost}]",),
     ],
