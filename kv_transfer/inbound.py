@@ -49,7 +49,7 @@ class Link:
     side: Side | None = None  # the blocks that it writes here; set when READY
     dial: Dial | None = None  # connects to other ranks of its node
     addresses: tuple[str, ...] = ()  # of all ranks of its node, if it is rank 0; set when READY
-    expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node has ranks
+    expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node claims for it
 
     def unanswered(self, now: float, timeout: float) -> bool:
         """Return whether Hello has waited too long: `timeout` if not connected, MAX_GREETING if connected."""
@@ -64,10 +64,11 @@ class Link:
         the one that was dialed.
         """
         rank, size = welcome.tp_rank, welcome.tp_size
-        if self.expected not in (None, (rank, size)):
+        if self.expected is not None and self.expected != (rank, size):
+            wanted, of = self.expected
             raise HandshakeRefused(
-                f"prefill node {welcome.node}: rank {rank} of {size} answers for rank %s of %s; restart that node"
-                % self.expected
+                f"prefill node {welcome.node}: rank {rank} of {size} answers for rank {wanted} of {of}; "
+                "restart that node"
             )
         theirs = msgspec.structs.replace(layout, tp_rank=rank, tp_size=size)
         self.ranks, self.side, self.addresses = (rank, size), pair_plan(theirs, layout).dst, welcome.addresses

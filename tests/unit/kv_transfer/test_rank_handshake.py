@@ -98,6 +98,11 @@ def test_a_prefill_rank_that_is_another_one_is_refused(rank: int, size: int) -> 
     )
 
 
+def test_a_percent_sign_in_the_name_of_a_refused_rank_is_shown() -> None:
+    reason = lie(lambda welcome: msgspec.structs.replace(welcome, node="50%", tp_rank=0), rank=1)
+    assert reason == "prefill node 50%: rank 0 of 2 answers for rank 1 of 2; restart that node"
+
+
 def test_a_prefill_rank_that_answers_at_another_ranks_address_is_refused() -> None:
     nodes = nodes_of((2, 1))
     own = nodes.prefill.ranks[0].sender
