@@ -71,13 +71,6 @@ class Matcher:
             self.ended = self.ended or token in self._eos
         return self.failure is None
 
-    def legal(self, tokens: Sequence[int]) -> int:
-        """Return how many of the tokens the grammar allows in a row. The state does not change."""
-        if self.ended or self.failure is not None:
-            return 0
-        known = next((i for i, token in enumerate(tokens) if not self._usable(token)), len(tokens))
-        return self._state.validate_tokens(list(tokens[:known])) if known else 0
-
     def forced(self, limit: int) -> list[int]:
         """Return up to `limit` next tokens of the text that the grammar forces, in the tokenizer's own split.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.node.host_lane import Inline, Stage
+from common.node.host_lane import Stage
 from common.node.host_store import Lanes
 from common.node.overlap import Completion
 
@@ -98,7 +98,3 @@ class LateLoads:
 
 def late_lanes(asks: int = 3) -> Lanes:
     return Lanes(LateStores(asks), LateLoads())
-
-
-def inline_lanes() -> Lanes:
-    return Lanes(Inline(), Inline())

@@ -34,8 +34,6 @@ from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
 from kv_transfer.transport.transport_registry import make_sender
 from tests.fakes.pools import layers_layout
 
-Layers = list[tuple[int, int]]
-
 
 def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
     """Return uint8 [nbytes], the same on every device; no two pages are equal."""
