@@ -98,10 +98,11 @@ class Report:
     accept_length: float | None  # the server's, if it reports one
 
 
-def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(right: int, count: int) -> tuple[float, float]:
     """Return the 95 % confidence interval of a proportion (Wilson), which stays valid near 0 and 1."""
     if count == 0:
         return 0.0, 1.0
+    z = 1.96  # standard deviations on each side of the mean that hold 95 %
     share = right / count
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

@@ -24,6 +24,7 @@ from common.errors import ModelError
 from common.observability.start_progress import progressed
 
 STAGED = "cuda"  # the kind of device that is filled by way of pinned buffers
+MAX_SHOWN = 5  # names of tensors in one sentence of an error
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
 # Suffixes of tensors that the engine computes itself, and of scales that belong to the KV cache.
@@ -198,11 +199,11 @@ def _accepted(piece: Piece) -> tuple[str, ...]:
     return piece.dtypes or OWN_DTYPES.get(piece.into.dtype, FLOATS)
 
 
-def _sentence(what: str, names: list[str], shown: int = 5) -> str:
+def _sentence(what: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{what}: {', '.join(names[:shown])}{more}"
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{what}: {', '.join(names[:MAX_SHOWN])}{more}"
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:

@@ -78,7 +78,6 @@ def extend_spec(
     token_buckets: Sequence[int],
     hidden: CaptureHiddenMode,
     model: str = "target",
-    phase: str = "prefill",
     unbroken: ShapeKey = BROKEN,
 ) -> CaptureSpec:
     """Describe the captured shapes. Given embeddings are always supported, because they are computed eagerly.
@@ -88,7 +87,7 @@ def extend_spec(
     """
     return CaptureSpec(
         model=model,
-        phase=phase,
+        phase="prefill",
         mode=ForwardMode.EXTEND,
         shapes=token_shapes(tuple(token_buckets), unbroken),
         hidden=hidden,

@@ -229,7 +229,6 @@ def few_experts_triton(
     down: Tensor,
     residual: Tensor,
     choice: ExpertChoice,
-    tiles: tuple[VectorTiles, VectorTiles] = (UP, DOWN),
 ) -> Tensor:
     """Return residual + the sum of share * down(silu(gate(x)) * up(x)) over the experts of each token [T, H].
 
@@ -251,26 +250,25 @@ def few_experts_triton(
     inner, out = x.new_empty((tokens * choice.rule.pairs, size)), x.new_empty((tokens, hidden))
     if tokens == 0:
         return out
-    up_tiles, down_tiles = tiles
     common = choice.options() | chained(x.device)
-    _up_kernel[(cdiv(size, up_tiles.columns), len(inner))](
+    _up_kernel[(cdiv(size, UP.columns), len(inner))](
         *(x, gate_up, inner),
         *choice.arguments(),
         size,
         DEPTH=hidden,
         BLOCK_K=next_power_of_2(hidden),
-        COLUMNS=up_tiles.columns,
-        num_warps=up_tiles.warps,
+        COLUMNS=UP.columns,
+        num_warps=UP.warps,
         **common,
     )
-    _down_kernel[(cdiv(hidden, down_tiles.columns), tokens)](
+    _down_kernel[(cdiv(hidden, DOWN.columns), tokens)](
         *(inner, down, residual, out, residual.stride(0)),
         *choice.arguments(),
         hidden,
         DEPTH=size,
         BLOCK_K=next_power_of_2(size),
-        COLUMNS=down_tiles.columns,
-        num_warps=down_tiles.warps,
+        COLUMNS=DOWN.columns,
+        num_warps=DOWN.warps,
         **common,
     )
     return out
