@@ -19,6 +19,8 @@ from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 LONG = 600  # tokens: too many to be decoded before a signal arrives
+HALF = LONG // 2  # the same, where the signal follows at once
+DRAIN_SECONDS = 5 * PATIENCE
 ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
 
 
@@ -31,9 +33,11 @@ def text_in(events: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def decoding(client: Client, prompt: list[int]) -> AsyncIterator[aiohttp.ClientResponse]:
+async def decoding(
+    client: Client, prompt: list[int], tokens: int = LONG
+) -> AsyncIterator[aiohttp.ClientResponse]:
     """Open a stream and wait until a decode node generates it."""
-    async with client.session.post("/v1/completions", json=streaming(prompt, LONG)) as response:
+    async with client.session.post("/v1/completions", json=streaming(prompt, tokens)) as response:
         assert response.status == 200
         for _ in range(3):  # only the first token is the prefill node's
             await next_event(response)
@@ -74,16 +78,19 @@ async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Ref
             assert (await client.complete(prompt, tokens)).tokens == reference(prompt, tokens)
 
     # On two busy cores a stream may take longer than the default, after which the node ends and it is placed again.
-    config = {"router": {"placement": ROUND_ROBIN}, "health": {"drain_timeout": PATIENCE}}
+    config = {"router": {"placement": ROUND_ROBIN}, "health": {"drain_timeout": DRAIN_SECONDS}}
     async with RunningCluster(tmp_path, 1, 2, config) as cluster, Client(cluster.url) as client:
-        expected = (await client.complete(prompts[0], LONG, skip_special_tokens=True)).text
+        expected = (await client.complete(prompts[0], HALF, skip_special_tokens=True)).text
         for name in ("decode-0", "decode-1"):
             over = asyncio.Event()
             # Round robin puts one stream on each node, since nothing else is placed between them.
-            async with decoding(client, prompts[0]) as first, decoding(client, prompts[0]) as second:
+            async with (
+                decoding(client, prompts[0], HALF) as first,
+                decoding(client, prompts[0], HALF) as second,
+            ):
                 running = [asyncio.create_task(load(client, prompt, over)) for prompt in prompts]
                 cluster.kill(name, signal.SIGTERM)
-                ended = asyncio.to_thread(cluster.processes[name].wait, PATIENCE)
+                ended = asyncio.to_thread(cluster.processes[name].wait, DRAIN_SECONDS)
                 *rest, code = await asyncio.gather(first.text(), second.text(), ended)
             assert code == 0
             assert all(expected.endswith(text_in(each)) for each in rest)
