@@ -199,7 +199,7 @@ def route_triton(x: Tensor, rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Launch the kernels. For a row with NaN only the range of the experts is defined; no two are equal.
 
     Args:
-        given: a `ChoiceRule`.
+        given: the fields of a `ChoiceRule`.
     """
     rule = ChoiceRule(*given)
     correction, slots = rule.correction, rule.slots

@@ -18,7 +18,6 @@ from deploy.tiny_models.drafts.heads import Eagle3Head, EagleHead, Head, MtpHead
 from deploy.tiny_models.drafts.shapes import Kind, kind_of, mtp_prefix
 
 MAX_FILE_BYTES = 4_000_000
-MAX_FAMILY_BYTES = 8_000_000  # of all four directories
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
