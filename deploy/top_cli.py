@@ -162,7 +162,11 @@ def interrupt(*_: object) -> None:
 def run(
     target: Annotated[
         str,
-        typer.Argument(metavar="CLUSTER.yaml|MODEL_DIR|ORG/NAME|URL", help="as for deploy/status, or a URL"),
+        typer.Argument(
+            metavar="CLUSTER.yaml|MODEL_DIR|ORG/NAME|URL",
+            help="as for deploy/status, or a URL",
+            show_default="deploy/clusters/local.yaml, a tiny model",
+        ),
     ] = str(Path(__file__).parent / "clusters" / "local.yaml"),
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="for a URL: a key with the scope admin")

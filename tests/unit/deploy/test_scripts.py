@@ -134,8 +134,10 @@ def test_help_of_python_commands_speaks_of_the_script(module: str, flag: str) ->
         text=True,
         check=True,
         timeout=PATIENCE,
+        env=os.environ | {"COLUMNS": "200"},
     )
     assert f"Usage: deploy/{module.removesuffix('_cli')} [OPTIONS]" in shown.stdout
+    assert str(DEPLOY) not in shown.stdout, "a default is shown by its path in the checkout"
 
 
 # -- deploy/setup ------------------------------------------------------------------------------------------------
