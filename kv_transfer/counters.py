@@ -1,4 +1,7 @@
-"""Counters of both ends of transfers: plain integers that the node copies into its metrics."""
+"""Counters of both ends of transfers.
+
+The nodes read some of them, mostly for their metrics (`report.py`). The others are read only by tests.
+"""
 
 from __future__ import annotations
 
