@@ -189,7 +189,7 @@ def _check_addresses(cluster: Cluster) -> None:
             raise ConfigError(
                 path,
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
-                "others connect to",
+                "others connect to, and an IPv6 address in brackets",
             )
     hosts = {f"decode.nodes[{i}].host": n.host for i, n in enumerate(cluster.decode.nodes)}
     for path, host in {"router.host": cluster.router.host, **hosts}.items():

@@ -435,6 +435,14 @@ def test_an_address_is_refused_by_its_form(tmp_path: Path, path: str, address: s
     assert "write auto, ipc://PATH or tcp://HOST:PORT" in str(error)
 
 
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_an_ipv6_address_without_brackets_is_refused_with_the_remedy(tmp_path: Path, path: str) -> None:
+    start = ADDRESSES[path]
+    error = refusal(tmp_path, overrides=[start + "tcp://fd00::7:7000" + "'}]" * start.endswith("'")])
+    assert error.path == path
+    assert "an IPv6 address in brackets" in str(error)
+
+
 @pytest.mark.parametrize(
     "address", ["auto", "ipc:///run/p q.sock", "tcp://10.0.0.1:7000", "tcp://[::1]:7000"]
 )
