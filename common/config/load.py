@@ -188,8 +188,8 @@ def _check_addresses(cluster: Cluster) -> None:
         if found is None or wrong or not least <= int(found["port"] or 1) <= 65_535:
             raise ConfigError(
                 path,
-                f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
-                "others connect to, and an IPv6 address in brackets",
+                f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT (an IPv6 address in "
+                "brackets), with the port that the others connect to",
             )
     hosts = {f"decode.nodes[{i}].host": n.host for i, n in enumerate(cluster.decode.nodes)}
     for path, host in {"router.host": cluster.router.host, **hosts}.items():
