@@ -321,7 +321,8 @@ def _fail(text: str) -> NoReturn:
 
 
 def _refuse(target: Path | str, error: ConfigError) -> NoReturn:
-    named = str(target) in str(error)
+    # A problem of the whole file may name it already. A short target may also be part of another word.
+    named = not error.path and str(target) in [word.rstrip(":") for word in str(error).split()]
     say(str(error) if named else f"{target}: {error}", "red")
     raise typer.Exit(EXIT_REFUSED) from None
 

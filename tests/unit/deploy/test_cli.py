@@ -55,6 +55,14 @@ def test_a_bad_file_is_refused_with_2(directory: Path, command: str) -> None:
     assert flat(missing).replace("\n", "").count("none.yaml") == 1, "one mention of the file is enough"
 
 
+def test_a_target_that_is_part_of_another_word_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    Path("port").write_text("model: {path: m}\nrouter: {prot: 1}\n")
+    assert flat(run("config", "port")).startswith("port: router.prot: unknown key")
+
+
 @pytest.mark.parametrize("command", ["up", "down", "status"])
 def test_a_bad_run_directory_is_refused_with_2(directory: Path, command: str) -> None:
     (directory / "run").write_text("a file")
