@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,6 +47,20 @@ def test_a_fork_is_signalled_and_waited_for(tmp_path: Path) -> None:
     assert fork.wait(PATIENCE) == -signal.SIGKILL
     fork.terminate()  # signals nobody
     assert not Path(f"/proc/{fork.pid}").exists()
+
+
+def test_a_signal_for_a_fork_that_was_reaped_reaches_nobody() -> None:
+    """The server reaps a fork before it reports the end, so the report may come after a signal."""
+    near, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reaped = subprocess.Popen([sys.executable, "-c", ""])
+    assert reaped.wait(PATIENCE) == 0
+    with server:
+        server.send(str(reaped.pid).encode())
+        fork = fork_server.Fork(near, ["ended"])
+        fork.kill()
+        assert fork.returncode is None
+        server.send(b"0")
+        assert fork.wait(PATIENCE) == 0
 
 
 def test_a_fork_does_not_ignore_a_hangup(tmp_path: Path) -> None:
