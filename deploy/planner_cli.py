@@ -45,7 +45,7 @@ def run(
         typer.Argument(metavar="CLUSTER.yaml|URL", help="a cluster file on this host, or a URL of routers"),
     ],
     api_key: Annotated[
-        str | None, typer.Option(envvar="TANDEM_API_KEY", help="for a URL: a key with the scope admin")
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="for a URL: a key with the scope admin")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="log decisions, and change nothing")] = False,
 ) -> None:

@@ -234,6 +234,13 @@ def _check_health(cluster: Cluster) -> None:
                 f"{timeout:g} s leaves no room for two heartbeats (health.heartbeat_interval is "
                 f"{health.heartbeat_interval:g} s): healthy nodes would be given up",
             )
+    if health.router_timeout > health.node_timeout:
+        raise ConfigError(
+            "health.router_timeout",
+            f"{health.router_timeout:g} s is longer than health.node_timeout, {health.node_timeout:g} s: a node "
+            "that is cut off would go on with requests that the router has placed elsewhere; "
+            f"write at most {health.node_timeout:g}",
+        )
 
 
 def _refuse_other_names(data: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ class Model(Section, frozen=True, kw_only=True):
     """The checkpoint that is served."""
 
     path: str  # Hugging Face directory; relative paths are relative to the cluster file
-    served_name: str | None = None  # `model` in the API; default: the directory's name
+    # `model` in the API; default: the directory's name
+    served_name: Annotated[str, Meta(min_length=1)] | None = None
     # auto: float32 on CPUs, the checkpoint's dtype on GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # fp8: unquantised weights are quantised while they are loaded; none: weights are as the checkpoint stores them

@@ -49,7 +49,7 @@ def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
             "decode": {
                 "nodes": [{"name": f"decode-{i}", "bulk_port": port} for i, port in enumerate(bulk)],
             },
-            "health": {"node_timeout": 10.0, "router_timeout": 600.0},
+            "health": {"node_timeout": 10.0, "router_timeout": 10.0},
         }
         directory = tmp_path_factory.mktemp("tcp")
         cluster = stack.enter_context(RunningCluster(directory, 1, 2, config))

@@ -301,6 +301,7 @@ def test_bad_overrides_are_refused_by_name(tmp_path: Path, override: str, path: 
         (MINIMAL + "process: {log_level: loud}\n", "process.log_level"),
         ("model: {path: m, dtype: int8}\n", "model.dtype"),
         ("model: {path: m, max_model_len: 1}\n", "model.max_model_len"),
+        ("model: {path: m, served_name: ''}\n", "model.served_name"),
     ],
 )
 def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> None:
@@ -574,6 +575,14 @@ def test_timeouts_leave_room_for_two_heartbeats(tmp_path: Path, key: str) -> Non
     assert error.path == f"health.{key}"
     assert "heartbeat_interval" in str(error)
     load(tmp_path, MINIMAL + f"health: {{heartbeat_interval: 1, {key}: 2}}\n")
+
+
+def test_a_node_gives_up_its_router_before_the_router_gives_up_the_node(tmp_path: Path) -> None:
+    """Otherwise a node that is cut off would go on with requests that run elsewhere by then."""
+    error = refusal(tmp_path, MINIMAL + "health: {node_timeout: 1.5}\n")
+    assert error.path == "health.router_timeout"
+    assert "write at most 1.5" in str(error)
+    load(tmp_path, MINIMAL + "health: {node_timeout: 1.5, router_timeout: 1.5}\n")
 
 
 @pytest.mark.parametrize("timeout", ["0.05", "0.99"])

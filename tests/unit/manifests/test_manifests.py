@@ -231,7 +231,7 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
         assert most <= entry.count
     assert routers == f"http://tandem-router:{cluster.router.port}"
     (variable,) = container["env"]
-    assert variable["name"] == "TANDEM_API_KEY"
+    assert variable["name"] == "OPENAI_API_KEY"
     assert f"secret generic {variable['valueFrom']['secretKeyRef']['name']} " in COMMANDS
 
 
