@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.process_entry import entry
 from deploy.children import TAIL_BYTES, Child, describe_exit
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
@@ -132,9 +133,10 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
     ) as supervisor:
         assert supervisor.stdout is not None
-        pid = int(supervisor.stdout.readline())
+        child = entry(int(supervisor.stdout.readline()))
+        assert child.alive
         supervisor.kill()
-    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+    until(lambda: not child.alive)
 
 
 @pytest.mark.parametrize(
