@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import programs
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE, until
 
 # Ignores SIGTERM. Its child prints its process id and would outlive it.
 PROGRAM = """
@@ -40,9 +41,21 @@ def test_output_and_exit_code_of_a_program(tmp_path: Path) -> None:
 def test_a_program_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(programs, "LATE", ((signal.SIGTERM, 0.5), (signal.SIGABRT, 20.0)))
+    output, said_before = tmp_path / "output.txt", iter([r"^\d+$", "^told to end$"])
+
+    class Late(subprocess.Popen[bytes]):
+        """Is late for the first two deadlines, however long it takes to say what it says before each."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if (line := next(said_before, None)) is None:
+                return super().wait(timeout)
+            until(lambda: re.search(line, output.read_text(), re.MULTILINE))
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+
+    monkeypatch.setattr(programs, "LATE", ((signal.SIGTERM, 0.5), (signal.SIGABRT, PATIENCE)))
+    monkeypatch.setattr(subprocess, "Popen", Late)
     with pytest.raises(subprocess.TimeoutExpired):
-        programs.run_program(["-c", PROGRAM], tmp_path / "output.txt", 1.5)
+        programs.run_program(["-c", PROGRAM], output, 1.5)
     said = capsys.readouterr().out
     assert "told to end" in said
     assert "Aborted" in said
