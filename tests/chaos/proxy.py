@@ -83,7 +83,8 @@ class Link:
         self.kind = kind  # control, peer or bulk
         self.conditions: dict[Direction, Conditions] = {"up": Conditions(), "down": Conditions()}
         self.refusing = False  # whether new connections are closed at once
-        self.bytes: dict[Direction, int] = {"up": 0, "down": 0}
+        self.bytes: dict[Direction, int] = {"up": 0, "down": 0}  # forwarded
+        self.swallowed: dict[Direction, int] = {"up": 0, "down": 0}  # bytes
         self._near, self._far, self.port = near, far, port
         self._far_port = far_port or port
         self._rng = random.Random(seed)
@@ -174,6 +175,7 @@ class Link:
             if conditions.delay:
                 await asyncio.sleep(conditions.delay)
             if conditions.swallowed:
+                self.swallowed[direction] += len(data)
                 continue
             self.bytes[direction] += len(data)
             if conditions.cuts:
