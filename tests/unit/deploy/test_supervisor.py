@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +29,8 @@ from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.own_model import lock_path
 from deploy.process_table import ProcessRecord, Table, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
+from deploy.watcher import StartBounds
+from tests.fakes.clock import Clock
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.locks import is_locked
 from tests.fakes.waiting import PATIENCE, until
@@ -42,11 +45,7 @@ def ready():
 exec(script)
 """
 STAY = "signal.signal(15, lambda n, f: sys.exit(0)); ready()\nwhile True: time.sleep(0.01)"
-# Reports progress for a while, and then ends.
-LOADS = (
-    'for done in range(40):\n    os.write(status, b\'{"phase":"loading","done":%d,"total":40}\\n\' % done)\n'
-    "    time.sleep(0.05)\nprint('no such model', file=sys.stderr); sys.exit(2)"
-)
+STEPS = 6
 CRASH = "print('no memory', file=sys.stderr); sys.exit(1)"
 
 
@@ -124,7 +123,7 @@ def test_one_process_in_a_crash_loop_leaves_the_others_alone(make: Callable[...,
         assert loop.last_end == "ended with exit code 1 (no memory)"
         assert cluster.heard("loop ended with exit code 1 (no memory); restarting in 1.6 s")
         assert [cluster.record(name).restarts for name in ("router", "other")] == [0, 0]
-        assert [cluster.record(name).state for name in ("router", "other")] == ["up", "up"]
+        until(lambda: [cluster.record(name).state for name in ("router", "other")] == ["up", "up"])
         assert cluster.record("other").alive
         cluster.child("other").signal(signal.SIGKILL)
         until(lambda: cluster.record("other").restarts == 1 and cluster.record("other").state == "up")
@@ -170,7 +169,7 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
         finally:
             subprocess.run(["umount", "-l", str(small_disk.path)], check=True)
         until(lambda: cluster.record("node").restarts == 1)
-        assert cluster.heard("resolved: ")
+        until(lambda: cluster.heard("resolved: "))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -342,16 +341,48 @@ def test_leftovers_stay_known_if_the_disk_has_no_room_for_the_first_table(
     assert not table_path(run_dir).exists()
 
 
+class Loading:
+    """Lets processes report a step in each turn of the supervisor, after which 0.6 s pass on its clock."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        self._folder = folder
+        self._processes = processes
+        self._steps = 0
+        self.clock = Clock()
+        folder.mkdir()
+        self.script = f"""
+for done in range({STEPS}):
+    while not os.path.exists(f"{folder}/permitted-{{done}}"): time.sleep(0.005)
+    os.write(status, b'{{"phase":"loading","done":%d,"total":{STEPS}}}\\n' % done)
+    open(f"{folder}/reported-{{done}}-{{os.getpid()}}", "x").close()
+print("no such model", file=sys.stderr); sys.exit(2)
+"""
+
+    def show(self, children: list[Child]) -> None:
+        if self._steps < STEPS:
+            (self._folder / f"permitted-{self._steps}").touch()
+            reported = f"reported-{self._steps}-*"
+            until(lambda: len(list(self._folder.glob(reported))) == self._processes)
+            self._steps += 1
+            self.clock.now += 0.6
+
+
 def test_every_process_that_starts_is_heard_while_another_one_is_slow(
-    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All of them make progress for longer than they may be silent, and a start that is silent is named."""
     monkeypatch.setattr("deploy.watcher.SILENT_SECONDS", 0.0)
-    supervisor = make(first=LOADS, second=LOADS, third=LOADS).supervisor
+    loading = Loading(tmp_path / "three", 3)
+    monkeypatch.setattr("deploy.supervisor.StartBounds", partial(StartBounds, clock=loading.clock))
+    script = loading.script
+    supervisor = make(first=script, second=script, third=script).supervisor
     with pytest.raises(StartError, match=r"ended with exit code 2: no such model"):
-        supervisor.start(lambda children: None, lambda text: None)
-    supervisor = make(first=LOADS, silent="time.sleep(60)", third=LOADS).supervisor
+        supervisor.start(loading.show, lambda text: None)
+    loading = Loading(tmp_path / "two", 2)
+    monkeypatch.setattr("deploy.supervisor.StartBounds", partial(StartBounds, clock=loading.clock))
+    script = loading.script
+    supervisor = make(first=script, silent="time.sleep(60)", third=script).supervisor
     with pytest.raises(
         StartError, match=r"^silent has reported no progress for 1 s \(phase importing\); see "
     ):
-        supervisor.start(lambda children: None, lambda text: None)
+        supervisor.start(loading.show, lambda text: None)
