@@ -21,7 +21,7 @@ from common.node.torch_trace import TorchTrace
 from common.observability.logs import Log
 from common.observability.profile_files import KEPT_FILES
 from tests.fakes.no_threads import allow_no_threads
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, until
 
 NAME = "decode-0"
 
@@ -56,13 +56,51 @@ class Events:
         file.write_text(json.dumps({"events": self.events, "rest": "x" * self._size}))
 
 
+class LookClock:
+    """Stands for `time` in profiles.py: the profiler's thread, which waits for steps, sleeps for exactly one step."""
+
+    def __init__(self) -> None:
+        self._sleeps = self._answered = 0
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        self._sleeps += 1
+        until(lambda: self._answered == self._sleeps)
+
+    @property
+    def sleeping(self) -> bool:
+        return self._answered != self._sleeps
+
+    def wake(self) -> None:
+        self._answered += 1
+
+
+@pytest.fixture
+def look_clock(monkeypatch: pytest.MonkeyPatch) -> LookClock:
+    made = LookClock()
+    monkeypatch.setattr(profiles, "time", made)
+    return made
+
+
 class Loop:
-    """A main loop that takes a step every millisecond, until the profiler has answered."""
+    """A main loop that turns every millisecond, until the profiler has answered.
+
+    Each turn is a step. With a `look_clock` only those are in which the profiler's thread sleeps, so that the number of
+    steps does not depend on how late this thread runs.
+    """
 
     def __init__(
-        self, directory: Path, each: int = 10, size: int = 100, recording: threading.Lock | None = None
+        self,
+        directory: Path,
+        each: int = 10,
+        size: int = 100,
+        recording: threading.Lock | None = None,
+        look_clock: LookClock | None = None,
     ) -> None:
         self.steps, self.router = 0, Router()
+        self._look_clock = look_clock
         self.profiler = NodeProfiler(
             NAME,
             lambda: directory,
@@ -74,10 +112,14 @@ class Loop:
     def run(self, seconds: float, steps: int, idle: bool = False, order: str = "a") -> ProfileEnded:
         self.profiler.begin(Profile(order=order, seconds=seconds, steps=steps), self.router)
         deadline = time.monotonic() + PATIENCE
+        clock = self._look_clock
         while not self.router.sent:
             assert time.monotonic() < deadline
-            self.steps += not idle
+            asleep = clock is not None and clock.sleeping
+            self.steps += asleep if clock is not None else not idle
             self.profiler.turn(self.steps)
+            if clock is not None and asleep:
+                clock.wake()
             time.sleep(0.001)
         ended = self.router.sent.pop()
         assert isinstance(ended, ProfileEnded)
@@ -91,11 +133,11 @@ def content(ended: ProfileEnded) -> dict[str, int]:
         return found
 
 
-def test_a_profile_ends_after_its_steps(tmp_path: Path) -> None:
-    ended = Loop(tmp_path).run(PATIENCE, 30)
+def test_a_profile_ends_after_its_steps(tmp_path: Path, look_clock: LookClock) -> None:
+    ended = Loop(tmp_path, look_clock=look_clock).run(PATIENCE, 30)
     assert ended.problem == ""
-    assert 30 <= ended.steps < 60
-    assert content(ended)["events"] >= 10 * 30
+    assert ended.steps == 30
+    assert content(ended)["events"] == 10 * 30
     assert ended.file_bytes == Path(ended.path).stat().st_size
     assert [each.name for each in tmp_path.iterdir()] == [Path(ended.path).name]
 
@@ -106,11 +148,11 @@ def test_a_profile_of_an_idle_node_ends_with_its_time(tmp_path: Path) -> None:
     assert ended.seconds >= 0.05
 
 
-def test_steps_with_many_events_make_the_trace_shorter(tmp_path: Path) -> None:
+def test_steps_with_many_events_make_the_trace_shorter(tmp_path: Path, look_clock: LookClock) -> None:
     """The node stands still for some microseconds per event, so their number is bounded, not that of steps."""
-    ended = Loop(tmp_path, each=profiles.MAX_EVENTS // 40).run(PATIENCE, 1_000)
-    assert 0 < content(ended)["events"] <= 2 * profiles.MAX_EVENTS
-    assert ended.steps < 80
+    ended = Loop(tmp_path, each=profiles.MAX_EVENTS // 40, look_clock=look_clock).run(PATIENCE, 1_000)
+    assert ended.steps == 40
+    assert content(ended)["events"] == profiles.MAX_EVENTS
 
 
 def test_the_halves_of_a_movable_node_record_one_profile_at_a_time(tmp_path: Path) -> None:
