@@ -28,6 +28,7 @@ from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
 from tests.fakes.descriptors import open_descriptors
 from tests.fakes.pools import layers_layout
+from tests.fakes.stopped_process import is_stopped
 from tests.fakes.waiting import PATIENCE, until
 from tests.unit.kv_transfer.rig import Clock, Decode
 
@@ -283,7 +284,7 @@ def test_death_is_proved_by_the_process_and_by_nothing_less(
     assert not receiver.peer_is_dead("p")
     assert not receiver.peer_is_dead("never admitted")
     os.kill(sender.popen.pid, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{sender.popen.pid}/stat").read_text().rpartition(") ")[2][0] == "T")
+    until(lambda: is_stopped(sender.popen.pid))
     receiver.expel("p")
     assert not receiver.peer_is_dead("p")  # it is only stopped: it may continue to write
     assert receiver.revoke(1) is False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -26,8 +30,9 @@ from common.observability.start_progress import StartProgress
 from tests.cluster import fork_server
 from tests.cluster.harness import ROOT
 from tests.fakes.descriptors import open_descriptors
+from tests.fakes.stopped_process import is_stopped
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, until
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
@@ -191,9 +196,9 @@ def test_a_graph_contains_collectives_and_replays_them_with_new_values() -> None
         assert torch.equal(sent, theirs[:, :3])
 
 
-def start_rank(endpoint: GroupEndpoint, timeout: float = PATIENCE) -> fork_server.Fork:
+def start_rank(endpoint: GroupEndpoint, timeout: float = PATIENCE, stops: int = 0) -> fork_server.Fork:
     text = msgspec.json.encode(endpoint).decode()
-    program = ["tests.fakes.summing_rank", text, str(timeout)]
+    program = ["tests.fakes.summing_rank", text, str(timeout), str(stops)]
     with open(2, "wb", closefd=False) as log:
         process = fork_server.start(program, ROOT, dict(os.environ), log, descriptors=endpoint.descriptors)
     endpoint.close()
@@ -233,20 +238,32 @@ def test_ranks_in_processes(number: signal.Signals, timeout: float, said: str) -
         group.close()
 
 
+def sent_bytes(descriptor: int) -> int:
+    """Return the memory of what was sent through a socket and the other end has not read; 0 if there is nothing."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 def test_time_in_which_a_rank_is_stopped_does_not_count() -> None:
-    """A node that was stopped as a whole goes on: no rank takes its own stop for the silence of another one."""
+    """A node that was stopped as a whole goes on: no rank takes its own stop for the silence of another one.
+
+    The other rank stops itself, so this process may be slow: it gives its answer while the other one is stopped again.
+    """
     ours, theirs = open_endpoints(2)
-    process = start_rank(theirs, timeout=4.0)
+    process = start_rank(theirs, timeout=3.0, stops=2)
+    (descriptor,) = ours.peers
     group = SharedMemoryGroup(ours, PATIENCE)
     try:
         x = torch.arange(100_000.0)
         group.all_reduce(x)
-        time.sleep(0.5)  # the other rank waits in the next one
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4.5)
+        until(lambda: is_stopped(process.pid))
+        time.sleep(3.5)
         os.kill(process.pid, signal.SIGCONT)
-        time.sleep(0.5)
-        reduce_often(group, x)
+        until(lambda: is_stopped(process.pid))
+        with ThreadPoolExecutor(1) as pool:
+            summed = pool.submit(reduce_often, group, x)
+            until(lambda: sent_bytes(descriptor))
+            os.kill(process.pid, signal.SIGCONT)
+            summed.result(PATIENCE)
     finally:
         process.kill()
         process.wait()
