@@ -7,7 +7,6 @@ messages. Tokens are merged by offset; a gap or a differing repetition is an err
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -108,8 +107,6 @@ from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 
 MakeCompletion = Callable[[], Completion]
 LOOKAHEAD_SLOTS = 64  # for the widest drafts of any test
-# Of a turn while a grammar is compiled: 3,000 idle turns may take less time than that.
-COMPILE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -531,8 +528,6 @@ class NodeCluster:
         for _ in range(limit):
             if done():
                 return
-            if any(side.node.queues.compiling for side in self.prefills):
-                time.sleep(COMPILE_SECONDS)
             self.turn(dt=dt)
         raise AssertionError(f"nothing ends after {limit} turns: {self.describe()}")
 

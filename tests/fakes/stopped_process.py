@@ -1,4 +1,4 @@
-"""Tells whether another process is stopped: a signal that stops or continues it takes effect some time after it is sent."""
+"""Tells whether another process is stopped: SIGSTOP takes effect some time after it is sent."""
 
 from __future__ import annotations
 

@@ -93,12 +93,29 @@ def rows_of(number: int) -> Tensor:
     return TinyPart()([read(file_of(number))])[0].flatten(0, 1)
 
 
+class DecodedIntake(ImageIntake):
+    """Returns from `receive` when its threads have decoded what has arrived.
+
+    A NodeCluster counts the turns in which its nodes wait, which says nothing about how late a thread runs.
+    """
+
+    def receive(self) -> None:
+        super().receive()
+        until(lambda: not self.busy)
+
+
 class TinyVision:
     """Makes the vision stage of every prefill node of a NodeCluster, and sends images to all of them."""
 
-    def __init__(self, cache_bytes: int = 1 << 20, reader: Callable[[bytes], Pixels] = read) -> None:
+    def __init__(
+        self,
+        cache_bytes: int = 1 << 20,
+        reader: Callable[[bytes], Pixels] = read,
+        make_intake: type[ImageIntake] = DecodedIntake,
+    ) -> None:
         self.cache_bytes = cache_bytes
         self.reader = reader
+        self.make_intake = make_intake
         self.caches: list[RowCache] = []
         self.sockets: list[RouterSocket] = []
         self.embeds: list[VisionEmbeds] = []
@@ -112,7 +129,7 @@ class TinyVision:
         dealer = Dealer(context, address, b"p/images")
         until(lambda: socket.drain() or socket.reachable(b"p/images"))
         cache, prompts = RowCache(self.cache_bytes), PromptImages()
-        intake = ImageIntake([dealer], self.reader, cache, prompts, Log("images"))
+        intake = self.make_intake([dealer], self.reader, cache, prompts, Log("images"))
         part = TinyPart()
         embeds = VisionEmbeds(model.embed, part, cache, prompts)
         self.caches.append(cache)

@@ -20,7 +20,8 @@ class Wire:
         self.recorded = bytearray()  # bytes from connecting sides, up to a MiB
         self._flows: list[threading.Event] = []
         self.ended_by_target = 0  # connections that the target closed
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     @property
     def connections(self) -> int:
@@ -57,6 +58,9 @@ class Wire:
         self._wanted, self._instead = wanted, instead
 
     def close(self) -> None:
+        # A thread that waits in `accept` is not woken by `close`, and would still take a later connection.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         for end in self._ends:
             end.close()
 
@@ -66,7 +70,12 @@ class Wire:
                 near = self._listener.accept()[0]
             except OSError:
                 return
-            far = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                # The target has ended: its peer may connect again and again.
+                near.close()
+                continue
             cut, flows = threading.Event(), threading.Event()
             flows.set()
             self._cuts.append(cut)

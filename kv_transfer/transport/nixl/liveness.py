@@ -33,7 +33,7 @@ from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.listener import listening_socket
 
 GRACE: Final = 2.0  # seconds after which writes of the dead process's kernel and network card have landed
-_CONNECT_SECONDS: Final = 2.0
+CONNECT_SECONDS: Final = 2.0
 # An address that did not answer is not tried again for this long, since trying blocks.
 _REFUSED_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.2  # interval of the check for overdue proofs
@@ -274,8 +274,8 @@ class LivenessConnections:
 
 
 def _connection(host: str, others: Sequence[str], port: int) -> socket.socket:
-    """Return a connection to the first of these addresses that accepts one, all within _CONNECT_SECONDS."""
-    until = time.monotonic() + _CONNECT_SECONDS
+    """Return a connection to the first of these addresses that accepts one, all within CONNECT_SECONDS."""
+    until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.001))
@@ -288,10 +288,10 @@ def _connection(host: str, others: Sequence[str], port: int) -> socket.socket:
 def _connect(where: tuple[str, int], key: bytes) -> socket.socket:
     """Return a connection that has answered the challenge.
 
-    Waits at most LOOKUP_SECONDS and twice _CONNECT_SECONDS; raises OSError.
+    Waits at most LOOKUP_SECONDS and twice CONNECT_SECONDS; raises OSError.
     """
     host, *others = addresses_of(where[0])
-    deadline = time.monotonic() + 2 * _CONNECT_SECONDS
+    deadline = time.monotonic() + 2 * CONNECT_SECONDS
     sock = _connection(host, others, where[1])
     try:
         challenge = b""

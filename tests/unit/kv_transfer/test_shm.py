@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import secrets
@@ -319,6 +320,8 @@ def test_a_process_that_cannot_be_watched_is_refused(
 @contextlib.contextmanager
 def free_descriptors(count: int) -> Iterator[None]:
     """Let this process open `count` descriptors more."""
+    # Garbage of an earlier test that is collected later would give its descriptors back.
+    gc.collect()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]
     for each in opened:

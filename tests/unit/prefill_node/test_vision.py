@@ -21,6 +21,7 @@ from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import salted_digest
 from prefill_node.draft import ModelPrefill
+from prefill_node.image_intake import ImageIntake
 from prefill_node.images import ARRIVAL_SECONDS, NoImages
 from prefill_node.vision import MergedEmbeds, TextEmbeds
 from tests.fakes.draft_models import StandaloneModel
@@ -28,6 +29,7 @@ from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.tiny_model import VOCAB
 from tests.fakes.vision import (
     TOKENS,
+    DecodedIntake,
     Part,
     Prompts,
     Seen,
@@ -51,9 +53,12 @@ ALL = (TEXT, FIRST, MIDDLE, LAST, TWO)
 
 @contextmanager
 def image_cluster(
-    cache_bytes: int = 1 << 20, reader: Callable[[bytes], Pixels] = read, **rest: Any
+    cache_bytes: int = 1 << 20,
+    reader: Callable[[bytes], Pixels] = read,
+    make_intake: type[ImageIntake] = DecodedIntake,
+    **rest: Any,
 ) -> Iterator[tuple[NodeCluster, TinyVision]]:
-    vision = TinyVision(cache_bytes, reader)
+    vision = TinyVision(cache_bytes, reader, make_intake)
     cluster = NodeCluster(replace(Shape(), vision_stage=vision, **rest))
     try:
         yield cluster, vision
@@ -265,7 +270,7 @@ def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
     with image_cluster() as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         cluster.turn(3)
-        until(lambda: len(vision.intakes[0].held) == 5 and not vision.intakes[0].busy)
+        assert len(vision.intakes[0].held) == 5
         for parts in (FIRST, LAST, TWO):
             submit(cluster, parts, legs="p")
         cluster.turn(4)
@@ -301,7 +306,7 @@ def test_images_that_wait_for_a_decoder_have_come() -> None:
         assert held.wait(PATIENCE)
         return read(data)
 
-    with image_cluster(reader=reader) as (cluster, vision), ExitStack() as at_end:
+    with image_cluster(reader=reader, make_intake=ImageIntake) as (cluster, vision), ExitStack() as at_end:
         at_end.callback(held.set)
         vision.send(2)
         slow, never = submit(cluster, MIDDLE), submit(cluster, FIRST)
@@ -310,6 +315,7 @@ def test_images_that_wait_for_a_decoder_have_come() -> None:
         assert never.error is not None
         assert slow.error is None
         held.set()
+        until(lambda: not vision.intakes[0].busy)
         cluster.run()
         assert slow.ids == greedy(MIDDLE, 6)
 
