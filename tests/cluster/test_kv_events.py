@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.kv_events.wire import SNAPSHOT, BlockStored, decode
 from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.test_faults import streaming
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
@@ -23,17 +25,21 @@ BLOCK = 64
 PLACEMENT = {"prefill": "cache_events", "decode": "cache_events"}
 
 
-def free_ports(count: int) -> int:
-    """Return the first of some consecutive free ports."""
+def hold_ports(count: int) -> list[socket.socket]:
+    """Bind some consecutive ports, which a server that reuses addresses can bind, too."""
     for _ in range(100):
         first = random.randrange(20_000, 30_000)
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as taken:
-                    taken.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
+        with ExitStack() as opened:
+            held = [opened.enter_context(socket.socket()) for _ in range(count)]
+            try:
+                for port, each in enumerate(held, first):
+                    each.bind(("127.0.0.1", port))
+                    # Not before: two sockets that both reuse addresses could hold one port.
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            except OSError:
+                continue
+            opened.pop_all()
+            return held
     raise AssertionError("no free ports")
 
 
@@ -55,6 +61,15 @@ async def followed(client: Client, nodes: int, blocks: int) -> None:
         await asyncio.sleep(0.05)
 
 
+async def counted(client: Client, kind: str, tokens: int) -> None:
+    """Wait until the router has counted so many tokens that are cached on chosen nodes, and expect no more."""
+    name = f"tandem_placement_{kind}_cached_tokens_total"
+    async with asyncio.timeout(PATIENCE):
+        while (found := (await series(client))[name]) < tokens:
+            await asyncio.sleep(0.02)
+    assert found == tokens
+
+
 def snapshot(address: str) -> list[BlockStored]:
     """Return the blocks that a node holds, as any program can ask for them."""
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.REQ) as asking:
@@ -67,14 +82,16 @@ def snapshot(address: str) -> list[BlockStored]:
 
 
 async def test_a_router_that_starts_later_knows_what_nodes_hold(tmp_path: Path) -> None:
-    first = free_ports(6)
+    held_ports = hold_ports(6)
+    first = held_ports[0].getsockname()[1]
     config = {
         "kv_events": {"enabled": True, "first_port": first, "first_replay_port": first + 3},
         "router": {"placement": PLACEMENT},
     }
     prompts = [[100 * number + 3 * at % 97 for at in range(TOKENS)] for number in range(1, 5)]
     whole = TOKENS // BLOCK
-    async with RunningCluster(tmp_path, 2, 1, config) as cluster:
+    made = RunningCluster(tmp_path, 2, 1, config, held=held_ports, withholding=("decode-0",))
+    async with made as cluster:
         async with Client(cluster.url) as client:
             await followed(client, 3, 0)
             for prompt in prompts:
@@ -91,9 +108,10 @@ async def test_a_router_that_starts_later_knows_what_nodes_hold(tmp_path: Path) 
         async with Client(cluster.url) as client:
             # Nothing but events can have told the new router.
             await followed(client, 3, 2 * len(prompts) * whole)
-            for prompt in prompts:
-                # The prefill node's report of a shorter answer may come after its end, and would not be counted.
-                answer = await client.complete([*prompt, 5], 24)
-                assert answer.usage["prompt_tokens_details"]["cached_tokens"] >= whole * BLOCK
-            found = await series(client)
-            assert found["tandem_placement_expected_cached_tokens_total"] == len(prompts) * whole * BLOCK
+            for number, prompt in enumerate(prompts, 1):
+                # The router counts what the prefill node reports before the end of the answer, which is withheld.
+                headers = {"X-Request-Id": f"hold-1-{number}"}
+                body = streaming([*prompt, 5], 24)
+                async with client.session.post("/v1/completions", json=body, headers=headers):
+                    await counted(client, "expected", number * whole * BLOCK)
+            await counted(client, "found", len(prompts) * whole * BLOCK)

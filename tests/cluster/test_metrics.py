@@ -15,12 +15,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.harness import Answer, Client, RunningCluster
 from tests.fakes.collector import Batches, collector, spans_in
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)
 
+# The prefill node's report of a short answer may come after its end, and is not counted then.
+ATTEMPTS = 10
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BOARDS = Path(__file__).with_name("board_series.json")
 
@@ -63,14 +65,15 @@ def cluster(batches: tuple[RunningCluster, Batches]) -> RunningCluster:
 
 async def test_a_request_is_counted_once_in_all_series_that_boards_query(cluster: RunningCluster) -> None:
     async with Client(cluster.url) as client:
-        await client.wait_idle()
-        before = await totals(client)
-        await client.complete([5, 6, 7, 8], 6)
-        gained: dict[str, float] = {}
-        async with asyncio.timeout(PATIENCE):  # nodes report with their next heartbeat
-            while gained.get("vllm:generation_tokens_total", 0) < 6:
-                shown = await totals(client)
-                gained = {name: value - before.get(name, 0.0) for name, value in shown.items()}
+        for _ in range(ATTEMPTS):
+            await client.wait_idle()
+            before = await totals(client)
+            await client.complete([5, 6, 7, 8], 6)
+            await client.wait_idle()  # what the nodes have counted was in heartbeats since then
+            shown = await totals(client)
+            gained = {name: value - before.get(name, 0.0) for name, value in shown.items()}
+            if gained["tandem_kv_transfer_seconds_count"]:
+                break
     for board in boards():
         assert set(board.series) <= set(shown), board.board
     times = ("queue", "prefill", "decode", "inference", "time_per_output_token")
@@ -91,22 +94,25 @@ async def test_a_request_is_counted_once_in_all_series_that_boards_query(cluster
 
 async def test_the_spans_of_a_request_add_up_to_its_time(batches: tuple[RunningCluster, Batches]) -> None:
     cluster, traces = batches
-    async with Client(cluster.url) as client:
-        began = time.time_ns()
-        body = {"prompt": list(range(5, 400)), "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        headers = {"traceparent": PARENT, "X-Request-Id": "traced"}
-        async with client.session.post("/v1/completions", json=body, headers=headers) as response:
-            assert response.status == 200
-            own = response.headers["traceparent"]
-        ended = time.time_ns()
-    found: list[Any] = []
-    while not any(span.name == "router.request" for span in found):
-        found += [
-            span
-            for span in spans_in(await asyncio.to_thread(traces.get, timeout=PATIENCE))
-            if span.trace_id.hex() in PARENT
-        ]
-    root, *parts = found
+    for _ in range(ATTEMPTS):
+        async with Client(cluster.url) as client:
+            began = time.time_ns()
+            body = {"prompt": list(range(5, 400)), "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+            headers = {"traceparent": PARENT, "X-Request-Id": "traced"}
+            async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+                own = response.headers["traceparent"]
+            ended = time.time_ns()
+        found: list[Any] = []
+        while not any(span.name == "router.request" for span in found):
+            found += [
+                span
+                for span in spans_in(await asyncio.to_thread(traces.get, timeout=PATIENCE))
+                if span.trace_id.hex() in PARENT
+            ]
+        root, *parts = found
+        if any(part.name == "prefill.compute" for part in parts):
+            break
     names = [
         "tokenize",
         "queue",
@@ -129,12 +135,21 @@ async def test_the_spans_of_a_request_add_up_to_its_time(batches: tuple[RunningC
 
 async def test_a_profile_of_a_node_under_load_shows_what_it_computes(cluster: RunningCluster) -> None:
     async with Client(cluster.url) as client, cluster.operator() as operator:
-        load = asyncio.create_task(client.complete_all([[5, 6, 7, 8]] * 4, 4, 400))
+        profiled = asyncio.Event()
+
+        async def load() -> list[Answer]:
+            answers: list[Answer] = []
+            while not profiled.is_set():
+                answers += await client.complete_all([[5, 6, 7, 8]] * 4, 4, 400)
+            return answers
+
+        running = asyncio.create_task(load())
         body = {"seconds": PATIENCE / 2, "num_steps": 20}
         async with operator.session.post("/workers/decode-0/profile", json=body) as response:
             answer = await response.json()
             assert response.status == 200, answer
-        assert all(len(each.tokens) == 400 for each in await load)
+        profiled.set()
+        assert all(len(each.tokens) == 400 for each in await running)
     assert (answer["name"], answer["rank"]) == ("decode-0", 0)
     assert answer["num_steps"] > 0
     path = Path(answer["path"])
