@@ -34,6 +34,8 @@ async def test_nodes_join_by_pattern_and_make_room_for_others(tmp_path: Path) ->
                 "decode-5"
             )
             cluster.kill("decode-0")
+            # Until then there is no room for another one.
+            await client.gone("decode-0")
             cluster.launch("decode-6")
             await cluster.wait_nodes(expect=["prefill-0", "decode-6"])
             assert (await client.complete("one two three", max_tokens=8)).tokens == first.tokens

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Reference
-from tests.cluster.harness import MODEL, Answer, Client, RunningCluster
+from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.test_faults import prompt_of
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
 TOKENS = 24
-ROUNDS = 5
 
 
 async def ask(operator: Client, name: str, role: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -43,26 +42,12 @@ async def used(client: Client, name: str, role: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def occupied(client: Client, name: str, requests: int) -> list[asyncio.Task[Answer]]:
-    """Send long prompts until the node has so many at once, and return what answers them.
-
-    On a busy machine all may have been answered before that is seen.
-    """
-    for number in range(ROUNDS):
-        # Cached prompts would occupy it for a moment only.
-        prompts = [prompt_of(1400, 40 + number * requests + i) for i in range(requests)]
-        running = [asyncio.create_task(client.complete(prompt, 2)) for prompt in prompts]
-        while not all(task.done() for task in running):
-            if (await client.node(name))["assigned"] >= requests:
-                return running
-            await asyncio.sleep(0.005)
-        await asyncio.gather(*running)
-    raise AssertionError(f"{name} was never seen with {requests} requests")
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """Run a cluster whose nodes record graphs and have a draft model, so that halves share everything that they can."""
+    """Run a cluster whose nodes record graphs and have a draft model, so that halves share everything that they can.
+
+    Its prefill node can be blocked.
+    """
     config: dict[str, Any] = {
         "router": {"placement": ROUND_ROBIN, "local_prefill": 128},
         "speculation": {
@@ -74,7 +59,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         "decode": {"graphs": "full", "max_running": 8},
         "process": {"poison_graphs": True},
     }
-    with RunningCluster(tmp_path_factory.mktemp("movable"), 1, 1, config, movable=1) as running:
+    directory = tmp_path_factory.mktemp("movable")
+    with RunningCluster(directory, 1, 1, config, movable=1, blocking=("prefill-0",)) as running:
         yield running
 
 
@@ -119,9 +105,14 @@ async def test_short_prompts_are_computed_where_they_are_decoded(
     short = [prompt_of(20 + 30 * i, 70 + i) for i in range(4)]
     expected = [reference(prompt, TOKENS) for prompt in short]
     async with Client(cluster.url) as client, cluster.operator() as operator:
-        busy = await occupied(client, "prefill-0", 4)
+        cluster.block("prefill-0")
+        long = [asyncio.create_task(client.complete(prompt_of(1400, 40 + i), 2)) for i in range(4)]
+        async with asyncio.timeout(PATIENCE):
+            while (await client.node("prefill-0"))["assigned"] < len(long):
+                await asyncio.sleep(0.01)
         answers = await client.complete_all(short, 4, TOKENS)
-        await asyncio.gather(*busy)
+        cluster.unblock("prefill-0")
+        await asyncio.gather(*long)
         assert [each.tokens for each in answers] == expected
         async with operator.session.get("/requests", params={"limit": "8"}) as response:
             pairs = [tuple(each["nodes"][0].values()) for each in (await response.json())["requests"]]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ async def test_limits_of_a_key_hold_over_both_processes(tmp_path: Path) -> None:
     config = {"security": {"api_keys": str(keys)}}
     async with RunningCluster(tmp_path, 1, 1, config, routers=2) as cluster:
         statuses: list[int] = []
+        began = time.monotonic()
         for number in range(20):
             # A connection of its own for each: the kernel spreads them over the processes.
             async with Client(cluster.url, key="secret") as client:
@@ -127,12 +129,15 @@ async def test_limits_of_a_key_hold_over_both_processes(tmp_path: Path) -> None:
                 async with client.session.post("/v1/completions", json=body) as response:
                     statuses.append(response.status)
         # The limit refills by one in ten seconds.
-        assert 6 <= statuses.count(200) <= 8
+        assert 6 <= statuses.count(200) <= 8 + (time.monotonic() - began) / 10
         assert set(statuses) == {200, 429}
 
 
 async def test_a_killed_router_breaks_its_own_connections_only(tmp_path: Path, reference: Reference) -> None:
-    """kill -9 under load on 2p2d: answers of the other process are whole, and all pages come back."""
+    """kill -9 under load on 2p2d: answers of the other process are whole, and all pages come back.
+
+    Those of the killed one are too long to end before.
+    """
     config = {"router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}}}
     async with (
         RunningCluster(tmp_path, 2, 2, config, routers=2) as cluster,
@@ -142,7 +147,9 @@ async def test_a_killed_router_breaks_its_own_connections_only(tmp_path: Path, r
         asked = prompts(8)
         begun = [asyncio.Event() for _ in asked]
         running = [
-            asyncio.create_task(stream((first, second)[number % 2], prompt, 100, begun[number]))
+            asyncio.create_task(
+                stream((first, second)[number % 2], prompt, (100, 400)[number % 2], begun[number])
+            )
             for number, prompt in enumerate(asked)
         ]
         await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun[:4])), PATIENCE)
