@@ -102,9 +102,9 @@ async def test_tokens_are_equal_one_by_one_at_once_and_from_the_caches(
         assert not differences(chosen, again, reference, OUTPUT_TOKENS)
         hits = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in again]
         assert all(hit == (len(p) - 1) // 16 * 16 for hit, p in zip(hits, chosen, strict=True))
+        await client.wait_idle()
         decode = (await client.node("decode-0"))["counters"]
         assert decode["cached_tokens"] > 0, "the decode node's own prefix cache was never hit"
-        await client.wait_idle()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

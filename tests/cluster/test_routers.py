@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,6 @@ async def test_limits_of_a_key_hold_over_both_processes(tmp_path: Path) -> None:
     config = {"security": {"api_keys": str(keys)}}
     async with RunningCluster(tmp_path, 1, 1, config, routers=2) as cluster:
         statuses: list[int] = []
-        began = time.monotonic()
         for number in range(20):
             # A connection of its own for each: the kernel spreads them over the processes.
             async with Client(cluster.url, key="secret") as client:
@@ -129,7 +127,7 @@ async def test_limits_of_a_key_hold_over_both_processes(tmp_path: Path) -> None:
                 async with client.session.post("/v1/completions", json=body) as response:
                     statuses.append(response.status)
         # The limit refills by one in ten seconds.
-        assert 6 <= statuses.count(200) <= 8 + (time.monotonic() - began) / 10
+        assert 6 <= statuses.count(200) <= 8
         assert set(statuses) == {200, 429}
 
 
