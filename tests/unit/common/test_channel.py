@@ -106,7 +106,8 @@ def test_a_flood_of_bad_frames_does_not_keep_the_loop(context: Context, address:
         return dealer.damaged == 200
 
     until(all_counted)
-    assert max(after - before for before, after in pairwise(counts)) == 10
+    # Less if the frames arrive a few at a time.
+    assert max(after - before for before, after in pairwise(counts)) <= 10
 
 
 def routing_id(router: RouterSocket, dealer: Dealer) -> bytes:
