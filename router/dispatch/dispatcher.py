@@ -339,10 +339,11 @@ class Dispatcher:
             if self._limits.first_token_hold and flight.request.streamed and not flight.delivered:
                 attempt.hold = FirstTokenHold(self._limits.first_token_hold, loop.call_later)
             self._open.open(attempt, flight)
-            remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
+            now = loop.time()
+            remaining_ms = max(int((flight.deadline - now) * 1000), 1)
             if flight.queued is None:
-                flight.queued = loop.time()
-            waited_ms = int((loop.time() - flight.queued) * 1000)
+                flight.queued = now
+            waited_ms = int((now - flight.queued) * 1000)
             messages = placement_messages(flight.request, attempt, tokens, remaining_ms, waited_ms)
             parcel = Parcel(messages, attempt.not_sent, trial.placed if trial.isolated else None)
             self._outbox.put(parcel)
