@@ -6,22 +6,25 @@ import subprocess
 import sys
 
 from common.config.schema import Health
-from common.observability.loop_watchdog import EXIT_HUNG, LOOK_SECONDS, HangMeter
+from common.observability.loop_watchdog import EXIT_HUNG, HELD_FACTOR, LOOK_SECONDS, HangMeter
 from tests.fakes.waiting import PATIENCE
 
 HUNG = """
 import sys, time
-from common.observability.loop_watchdog import loop_watchdog
+from common.observability import loop_watchdog
 from common.observability.logs import Log
+loop_watchdog.HELD_FACTOR = {held_factor}
 def this_function_hangs():
-    {body}
-with loop_watchdog(lambda: 1e6, 0.3, Log("node")):
-    this_function_hangs()
+    with loop_watchdog.loop_watchdog(lambda: 1e6, 0.3, Log("node")):
+        {body}
+this_function_hangs()
 """
+# So late that the thread comes first, even where the process does not run for some seconds.
+NEVER = 1000
 
 
-def run(body: str) -> subprocess.CompletedProcess[str]:
-    program = HUNG.format(body=body)
+def run(body: str, held_factor: int) -> subprocess.CompletedProcess[str]:
+    program = HUNG.format(body=body, held_factor=held_factor)
     return subprocess.run(
         [sys.executable, "-c", program], timeout=PATIENCE, capture_output=True, text=True, check=False
     )
@@ -45,14 +48,14 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
 
 
 def test_the_process_ends_with_the_stack_of_its_main_thread() -> None:
-    result = run("time.sleep(3600)")
+    result = run("time.sleep(3600)", NEVER)
     assert result.returncode == EXIT_HUNG
     assert "in this_function_hangs" in result.stderr
     assert "the main loop hangs" in result.stderr
 
 
 def test_so_does_one_whose_native_code_holds_the_interpreter() -> None:
-    result = run("import re; re.match('(a+)+$', 'a' * 60 + 'b')")
+    result = run("import re; re.match('(a+)+$', 'a' * 60 + 'b')", HELD_FACTOR)
     assert result.returncode == 1
     assert "in this_function_hangs" in result.stderr
 

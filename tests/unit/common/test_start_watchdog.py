@@ -15,7 +15,7 @@ from common.checkpoint.model_files import fingerprint
 from common.config import load_cluster
 from common.engine.layers.piece import Piece
 from common.engine.weights import load_weights
-from common.observability.loop_watchdog import EXIT_HUNG
+from common.observability.loop_watchdog import EXIT_HUNG, HELD_FACTOR
 from common.observability.start_progress import StartProgress, progressed, waiting_for_ranks
 from common.observability.start_watchdog import (
     LOOK_SECONDS,
@@ -31,8 +31,10 @@ from tests.unit.common.test_observability import LOCAL
 NODE = """
 import sys, time
 from pathlib import Path
+from common.observability import start_watchdog
 from common.observability.start_progress import progressed
 from common.process import run_node
+start_watchdog.HELD_FACTOR = {held_factor}
 
 def this_loader_blocks():
     {body}
@@ -52,6 +54,8 @@ import sys, time
 from pathlib import Path
 import router.__main__ as process
 from common.checkpoint.model_directory import opened
+from common.observability import start_watchdog
+start_watchdog.HELD_FACTOR = {held_factor}
 
 def this_disk_stalls(*arguments):
     with opened(Path(sys.argv[1])):
@@ -60,6 +64,10 @@ def this_disk_stalls(*arguments):
 process.build = this_disk_stalls
 process.main(Path(sys.argv[1]), 0, ["health.start_hang_timeout=0.5"], int(sys.argv[2]))
 """
+
+
+# So late that the thread comes first, even where the process does not run for some seconds.
+NEVER = 1000
 
 
 class Start:
@@ -145,7 +153,7 @@ def test_zero_turns_it_off() -> None:
 
 
 def test_a_node_whose_loader_blocks_ends_with_its_phase_and_stacks() -> None:
-    done, heard = run(NODE.format(body="time.sleep(3600)"))
+    done, heard = run(NODE.format(body="time.sleep(3600)", held_factor=NEVER))
     assert done.returncode == EXIT_HUNG, done.stderr
     assert "in this_loader_blocks" in done.stderr
     problem = heard[-1].message
@@ -155,13 +163,13 @@ def test_a_node_whose_loader_blocks_ends_with_its_phase_and_stacks() -> None:
 
 
 def test_so_does_one_whose_native_code_holds_the_interpreter() -> None:
-    done, _ = run(NODE.format(body="import re; re.match('(a+)+$', 'a' * 60 + 'b')"))
+    done, _ = run(NODE.format(body="import re; re.match('(a+)+$', 'a' * 60 + 'b')", held_factor=HELD_FACTOR))
     assert done.returncode == 1
     assert "in this_loader_blocks" in done.stderr
 
 
 def test_a_router_whose_disk_stalls_ends_with_the_name_of_the_file() -> None:
-    done, heard = run(ROUTER)
+    done, heard = run(ROUTER.format(held_factor=NEVER))
     assert done.returncode == EXIT_HUNG, done.stderr
     assert "in this_disk_stalls" in done.stderr
     assert heard[-1].phase == "failed"
