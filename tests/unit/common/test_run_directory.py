@@ -182,7 +182,7 @@ def test_every_socket_fits(tmp_path: Path, name: str) -> None:
 
 
 def test_length_is_counted_in_bytes(tmp_path: Path) -> None:
-    path = f"/tmp/{'ü' * 45}"
+    path = f"/tmp/{os.getpid()}{'ü' * 45}"
     try:
         with pytest.raises(ConfigError, match="too long"):
             run_directory(resolved(tmp_path, path))

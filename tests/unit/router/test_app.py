@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import shutil
@@ -322,12 +321,10 @@ async def test_a_router_that_cannot_start_closes_everything(
 async def test_a_router_that_cannot_be_built_closes_everything(cluster: Path, tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file of somebody else")
     resolved = load_cluster(cluster, [f"process.event_log={tmp_path}/events"])
-    # What earlier tests left must not be closed in between.
-    gc.collect()
-    before = len(open_descriptors())
+    before = open_descriptors()
     with pytest.raises(ConfigError, match="in the way and not a socket"):
         build(resolved, ONLY, Log("test"))
-    assert len(open_descriptors()) == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("has_one", [False, True])
@@ -377,8 +374,9 @@ def test_snapshots_are_refused_where_the_model_keeps_no_state(cluster: Path) -> 
 
 
 async def test_a_router_that_leaves_its_port_to_others_answers_on_connections_that_are_idle_for_a_moment(
-    cluster: Path,
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("router.app.LINGER_SECONDS", PATIENCE)  # the moment may be long on a busy machine
     app = build(
         load_cluster(cluster, ["health.drain_timeout=600"]),
         RouterProcess(0, (1,)),

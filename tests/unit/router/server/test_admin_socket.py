@@ -16,6 +16,7 @@ from common.observability.logs import Log
 from router.server import admin_socket
 from router.server.admin_socket import AdminSocket
 from router.server.sockets import owner_socket
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import eventually
 
 
@@ -121,7 +122,7 @@ async def test_a_path_that_cannot_be_used_is_named_and_costs_no_descriptor(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(ConfigError, match=r"router\.admin: cannot lock .*: No locks available"):
         await AdminSocket(tmp_path / "router.admin.sock", True, Log("test")).start(Served())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() <= before
