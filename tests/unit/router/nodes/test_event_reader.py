@@ -25,10 +25,10 @@ from router.nodes import event_feed, event_reader
 from router.nodes.event_reader import LOOK_SECONDS, EventReader
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.nodes.registry import Node
+from tests.fakes.waiting import PATIENCE
 from tests.unit.router.nodes.test_cache_aware import Fleet
 
 PAGE = 64
-PATIENCE = 5.0
 
 
 class Rig:
@@ -36,6 +36,7 @@ class Rig:
 
     def __init__(self, directory: Path) -> None:
         self.spent = 0.0  # seconds that reading has taken besides
+        self.stands_at: float | None = None  # when the clock was stopped
         self.fleet = Fleet("cache_events", 2)
         self.gaps: list[int] = []
         self.node, self.other = self.fleet.node("p000"), self.fleet.node("p001")
@@ -60,7 +61,7 @@ class Rig:
         self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
 
     def _now(self) -> float:
-        return time.monotonic() + self.spent
+        return (time.monotonic() if self.stands_at is None else self.stands_at) + self.spent
 
     def announce(self, node: Node, events: str, replay: str) -> None:
         said = {"kv_events": events, "kv_events_replay": replay}
@@ -177,13 +178,13 @@ def test_what_cannot_be_read_is_refused_and_the_node_followed_all_the_same(
 ) -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as other:
         other.bind(rig.plan.address)
-        for _ in range(20):
-            rig.reader.turn()
+
+        def refused() -> bool:
             other.send_multipart((b"", bytes(8), b"nonsense"))
             other.send_multipart((b"", bytes(8)))
-            time.sleep(0.01)
-        rig.reader.turn()
-    assert "not a batch of KV events" in said(caplog)
+            return "not a batch of KV events" in said(caplog)
+
+        rig.turns_until("not connected", refused)
     assert not rig.follows
     rig.publisher.start()
     prompt = rig.insert(1)
@@ -201,6 +202,7 @@ def test_a_node_whose_messages_take_long_is_read_less_often(
         return decode(payload)
 
     monkeypatch.setattr(event_reader, "decode", slowly)
+    rig.stands_at = time.monotonic()  # the rest ends when the test says so
     message = (b"", bytes(8), encode(Batch(0.0, [], 0)))
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as other:
         other.bind(rig.plan.address)
@@ -212,9 +214,8 @@ def test_a_node_whose_messages_take_long_is_read_less_often(
         for _ in range(3):
             rig.reader.turn()
         assert len(read) == 1, "the node did not rest"
-        rig.spent += 0.3 * event_reader.REST
-        rig.reader.turn()
-        assert len(read) == 2
+        rig.spent += 0.4 * event_reader.REST
+        rig.turns_until("not read after the rest", lambda: len(read) == 2)
 
 
 async def test_it_reads_on_the_event_loop(rig: Rig) -> None:
@@ -267,7 +268,7 @@ async def test_the_thread_of_its_sockets_starts_with_it() -> None:
     reported = fleet.placer.history.reported
     rules = RegistrationRules({}, 16, 1 << 20, 1000)
     reader = EventReader(fleet.registry, rules, reported, PAGE, time.monotonic, Log("router"), print)
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))
     reader.start()
-    assert len(os.listdir("/proc/self/task")) > before
+    assert set(os.listdir("/proc/self/task")) - before
     reader.close()
