@@ -52,6 +52,7 @@ SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), D
 def text_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let whole routers fork their text workers, which take most of the time to start; text/ starts real ones."""
     monkeypatch.setattr("router.build.Spawner", partial(Spawner, text_fork_program()))
+    monkeypatch.setattr("router.text.pool.SMALL_SECONDS", PATIENCE)  # no test is about a slow one of these
 
 
 @dataclass
@@ -112,7 +113,9 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-async def spawner() -> AsyncIterator[Spawner]:
+async def spawner(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Spawner]:
+    """Its processes have time to end by themselves, however busy the machine is."""
+    monkeypatch.setattr("router.process.spawner.OWN_END_SECONDS", PATIENCE)
     made = Spawner()
     yield made
     await made.close()

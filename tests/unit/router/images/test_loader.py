@@ -272,7 +272,7 @@ async def test_how_long_an_image_waits_for_others_is_bounded(
     spawner: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_inspector, "TURN_SECONDS", 0.01)
-    inspector = ImageInspector(spawner, max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     async with inspector.turn:
         with pytest.raises(Overloaded, match="the image decoder is busy"):
             await inspector.check(file(), None)
@@ -306,7 +306,7 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
     async def answered(process: object) -> image_inspector.ImageVerdict:
         return verdict
 
-    inspector = ImageInspector(spawner, max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     await inspector.check(file(), None)
     monkeypatch.setattr(image_inspector.InspectorProcess, "verdict", answered)
     with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every bug
@@ -318,7 +318,7 @@ async def test_a_decoder_that_does_not_start_is_an_error_of_ours(
     spawner: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    inspector = ImageInspector(spawner, max_pixels=1_000)
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     with pytest.raises(RuntimeError, match="cannot start the image"):
         await inspector.check(file(), None)
     monkeypatch.undo()

@@ -148,12 +148,16 @@ async def test_one_that_ends_while_it_starts_shows_how_and_the_end_of_what_it_pr
     assert MAX_PRINTED - 10 < len(failure) < MAX_PRINTED + 200
 
 
-async def test_one_that_hangs_while_it_starts_is_killed_and_shows_what_it_printed(spawner: Spawner) -> None:
+async def test_one_that_hangs_while_it_starts_is_killed_and_shows_what_it_printed(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spawner_module, "OWN_END_SECONDS", 0.5)
     hangs = "import os, time; os.write(1, b'loading'); os.close(0); time.sleep(3600)"
     child, channel = await started(spawner, hangs, discard_output=True)
     with channel:
         assert await asyncio.to_thread(channel.recv, 1) == b""
         assert await child.failure(TimeoutError()) == "it was not ready in time; it printed: loading"
+    monkeypatch.setattr(spawner_module, "OWN_END_SECONDS", PATIENCE)
     child, channel = await started(spawner, "pass", discard_output=True)
     channel.close()
     assert await child.failure(EOFError()) == "it ended with exit code 0; it printed nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import json
@@ -23,6 +24,7 @@ import pytest
 
 from common.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from common.observability.logs import Log
+from router.process import spawner as spawner_module
 from router.process.spawner import Child, Spawner
 from router.requests.chat_input import ChatInput
 from router.requests.field_rules import UnknownFields
@@ -93,6 +95,14 @@ async def start_in_lane(spawner: Spawner, settings: WorkerSettings) -> TextChann
     """Start a worker; its lane shows in its priority, which is lower for large jobs."""
     NICE.set(settings.nice)
     return await start_worker(spawner, settings)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give workers and their ends time on a busy machine. Tests of a deadline set their own."""
+    for name in ("SMALL_SECONDS", "LARGE_SECONDS"):
+        monkeypatch.setattr(text_pool, name, PATIENCE)
+    monkeypatch.setattr(spawner_module, "OWN_END_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -410,7 +420,8 @@ async def test_each_worker_checks_the_manifest_again(
     await pool.start()
     try:
         model(folder, "swapped: {{ messages[0].content }}")
-        spawned.signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it was still starting, and has refused the new file
+            spawned.signal(signal.SIGKILL)
         await eventually(
             lambda: "tokenizer_config.json has the SHA-256 sum" in "".join(map(reason, caplog.records))
         )
