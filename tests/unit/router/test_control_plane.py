@@ -129,6 +129,7 @@ async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
 ) -> None:
     """More sessions than the table holds, all of them opened after those of the nodes."""
     monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 4)
+    monkeypatch.setattr(bounded_log, "WINDOW", 600.0)  # a slow test stays in the first window
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         for number in range(20):
@@ -173,7 +174,7 @@ async def test_a_second_process_under_a_name_is_refused_while_the_first_lives() 
 
 
 async def test_a_new_process_takes_over_the_name_of_a_dead_one() -> None:
-    async with router_rig() as rig:
+    async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
         await legs(prefill, decode)
@@ -559,6 +560,9 @@ async def test_sending_to_other_nodes_postpones_no_probe(monkeypatch: pytest.Mon
         rig.nodes.remove(decode)
         decode.close()
         await eventually(lambda: probes)
+        lost = routing_id(decode.ref.name, decode.ref.incarnation).encode()
+        # Its pipe disappears a moment after the event that begins the probes.
+        await eventually(lambda: not rig.control.socket.reachable(lost))
         tries = 0
         while rig.registry.count("decode") and tries < control_plane.MAX_POSTPONED // 2:
             tries += 1

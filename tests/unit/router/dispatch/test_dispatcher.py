@@ -434,12 +434,12 @@ def _request() -> GenerationRequest:
 
 @pytest.mark.parametrize("source", ["request", "config"])
 async def test_a_request_ends_at_its_deadline(source: str) -> None:
-    limits: dict[str, Any] = {"request_timeout": 0.05} if source == "config" else {}
+    limits: dict[str, Any] = {"request_timeout": 0.5} if source == "config" else {}
     async with router_rig(**limits) as rig:
         prefill, decode = await rig.pair()
-        client = rig.client(timeout_s=0.05 if source == "request" else None)
+        client = rig.client(timeout_s=0.5 if source == "request" else None)
         reserve, _ = await legs(prefill, decode)
-        assert reserve.deadline_ms <= 50
+        assert reserve.deadline_ms <= 500
         await client.done()
         assert isinstance(client.error, DeadlineExceeded)
         assert "ask for fewer tokens" in str(client.error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,18 @@ async def test_those_that_do_not_answer_are_left_out(
     handlers = {"hangs": hangs, "fails": fails, "endless": endless, "answers": answers}
     sockets = {name: await serve(name, scripted(handler)) for name, handler in handlers.items()}
     peers = HostPeers("router", {"dead": tmp_path / "dead", **sockets}, Log("test"))
-    assert await peers.active() == 5
+    async with asyncio.timeout(PATIENCE):
+        # On a busy machine even the one that answers may be late.
+        while (active := await peers.active()) == 0:
+            pass
+    assert active == 5
 
 
 async def test_an_order_that_a_running_process_may_not_have_followed_is_an_error(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator who drains a host must not take a process for drained that was only busy."""
-    monkeypatch.setattr(host_peers, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(host_peers, "ASK_SECONDS", PATIENCE)
 
     async def hangs(request: web.Request) -> web.Response:
         await asyncio.sleep(3600)
@@ -169,11 +173,20 @@ async def test_an_order_that_a_running_process_may_not_have_followed_is_an_error
         left.bind(str(killed))
     ended = {"answers": await serve("answers", scripted(answers)), "killed": killed, "ended": tmp_path / "x"}
     assert await HostPeers("router", ended, Log("test")).pause(True) == 5
-    sockets = {**ended, "hangs": await serve("hangs", scripted(hangs))}
-    with pytest.raises(Unavailable, match=r"^hangs did not answer"):
-        await HostPeers("router", sockets, Log("test")).pause(True)
-    with pytest.raises(Unavailable, match=r"^hangs did not answer"):
-        await HostPeers("router", sockets, Log("test")).flush()
+    peers = HostPeers("router", {**ended, "hangs": await serve("hangs", scripted(hangs))}, Log("test"))
+    monkeypatch.setattr(host_peers, "ASK_SECONDS", 0.3)
+
+    async def blamed(order: Callable[[], Awaitable[object]]) -> str:
+        with pytest.raises(Unavailable, match=" did not answer") as caught:
+            await order()
+        return str(caught.value).partition(" did not answer")[0]
+
+    for order in (lambda: peers.pause(True), peers.flush):
+        async with asyncio.timeout(PATIENCE):
+            # On a busy machine even the one that answers may be late, and is blamed as well.
+            while (names := await blamed(order)) == "answers, hangs":
+                pass
+        assert names == "hangs"
 
 
 async def test_questions_to_one_process_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ async def test_a_large_body_without_memory_is_answered_with_retry_after(
         status, answer, head = await ask(address, post(SMALL_BODY + 1))
         assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
         assert b"Retry-After: 1" in head
+        monkeypatch.setattr(request_body, "READ_TIMEOUT", PATIENCE)
         assert (await ask(address, post(10)))[0] == 200
 
 
@@ -141,6 +142,7 @@ async def test_a_body_of_chunks_that_arrived_with_its_head_waits_for_memory_with
         status, answer, _ = await ask(address, chunked)
         assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
         app[memory_key].release(other)
+        monkeypatch.setattr(request_body, "READ_TIMEOUT", PATIENCE)
         assert (await ask(address, chunked))[:2] == (200, {"bytes": 11})
 
 

@@ -32,6 +32,8 @@ async def asked(rig: RouterRig, half: FakeNode, refusal: str | None = "") -> asy
     assert (order.router, order.role, order.seconds) == ("router-1", "prefill", 2.0)
     if refusal is not None:
         half.say(ChangeAnswered(order=order.order, refusal=refusal))
+        # The link keeps the order of messages: with this answer, the router has read the one before it.
+        await half.register()
     return task
 
 

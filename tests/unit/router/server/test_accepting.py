@@ -85,7 +85,7 @@ async def test_tls_and_a_client_that_speaks_something_else(tmp_path: Path) -> No
     files = TlsFiles(*copy_certificates(tmp_path), None)
     [listener] = await listening_sockets("127.0.0.1", 0, backlog=8)
     address = listener.getsockname()
-    async with accepting_at(listener, context=files.context, handshake_seconds=10.0):
+    async with accepting_at(listener, context=files.context, handshake_seconds=PATIENCE):
         trusting = ssl.create_default_context(cafile=AUTHORITY)
         assert await echoed(address, trusting) == b"hello"
         reader, writer = await asyncio.open_connection(*address)

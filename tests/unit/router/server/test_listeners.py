@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import stat
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from router.app import RouterApp
 from router.build import build
 from router.from_config import http_plan
 from router.http.client import client_address
+from router.process.stack_samples import write_profile
 from router.server.accepting import ACCEPTED_PER_TURN
 from router.server.connections import ConnectionLimit
 from router.server.listeners import HttpListeners
@@ -200,7 +202,16 @@ async def test_the_admin_socket_has_everything_and_the_api_does_not(tmp_path: Pa
     assert not path.exists()
 
 
-async def test_an_operator_profiles_the_router(tmp_path: Path) -> None:
+async def test_an_operator_profiles_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def held(*arguments: Any) -> tuple[Path, int]:
+        begun.set()
+        made = write_profile(*arguments)
+        may_end.wait(PATIENCE)
+        return made
+
+    monkeypatch.setattr("router.routes.profile.write_profile", held)
     app = router(tmp_path)
     await app.start()
     admin = aiohttp.UnixConnector(str(tmp_path / "r" / "router.admin.sock"))
@@ -212,20 +223,20 @@ async def test_an_operator_profiles_the_router(tmp_path: Path) -> None:
                 return response.status, await response.json()
 
         first = asyncio.create_task(asked(own, {"seconds": 0.2}))
-        await asyncio.sleep(0.05)
+        await eventually(begun.is_set)
         assert (await asked(own, {"seconds": 0.2}))[0] == 409
+        may_end.set()
         status, answer = await first
         assert (status, answer["name"]) == (200, "router")
         assert answer["samples"] > 0
         files = tmp_path / "r" / "profiles"
         assert Path(answer["path"]).parent == files
+        begun.clear()
         gone = asyncio.create_task(asked(own, {"seconds": 60}))
-        await asyncio.sleep(0.05)
+        await eventually(begun.is_set)
         gone.cancel()
-        async with asyncio.timeout(10.0):
-            # Nobody waits for it any longer, and the end of the process would wait for its thread.
-            while len([*files.glob("*.gz")]) < 2:
-                await asyncio.sleep(0.01)
+        # Well before its time: nobody waits for it any longer, and the end of the process would wait for its thread.
+        await eventually(lambda: len([*files.glob("*.gz")]) == 2, seconds=30.0)
         for path, body, refused in (
             (own, {"seconds": 61}, 400),
             (own, {"num_steps": 3}, 400),
@@ -242,10 +253,13 @@ async def test_an_operator_profiles_the_router(tmp_path: Path) -> None:
 
 
 async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    app = router(tmp_path, write_keys(tmp_path), f"router.admin=http://127.0.0.1:{port}")
-    await app.start()
+    with socket.socket() as held:
+        # Held until the router listens: another test may look for a free port now.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        app = router(tmp_path, write_keys(tmp_path), f"router.admin=http://127.0.0.1:{port}")
+        await app.start()
     url = f"http://127.0.0.1:{port}"
     assert [await status(url, "/metrics", key=key) for key in (None, "x", "user", "ops")] == [
         401,
