@@ -57,8 +57,6 @@ def test_a_name_of_the_process_that_is_not_utf_8_does_not_matter() -> None:
 
 
 def test_the_age_of_a_process_grows() -> None:
-    began = time.monotonic()
     before = process_age()
     time.sleep(0.03)
-    grown = process_age() - before
-    assert 0.02 <= grown <= time.monotonic() - began + 0.01
+    assert 0.02 <= process_age() - before < 30
