@@ -82,6 +82,7 @@ class StartupReporter:
         """Report the phase; repeated lines of LONG phases are limited to ten per second and one per percent.
 
         So all lines of a start-up fit into the pipe, and a reader that has stopped does not block this process.
+        A failure is not logged here: the reason is logged where the process ends, which may be long after its start.
         """
         now = time.monotonic()
         self.times.enter(phase)
@@ -92,7 +93,7 @@ class StartupReporter:
                 return
             self._percent = percent
         self._last = now
-        if phase not in LONG or done == total:
+        if phase != "failed" and (phase not in LONG or done == total):
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)
         if phase == "ready":
             self._log.info("start-up took", **self.times.fields())

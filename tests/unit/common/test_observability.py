@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from common.config import Resolved
-from common.errors import ConfigError, ModelError
+from common.errors import ConfigError, ModelError, NodeRefused, RankFailed
 from common.observability import startup
 from common.observability.logs import Log
 from common.observability.startup import Progress, StartupReporter
@@ -335,6 +335,32 @@ def test_errors_that_a_restart_cannot_fix_have_their_exit_code(
     assert caught.value.code == EXIT_REFUSED == 2
     assert f"router: {error}" in capfd.readouterr().err
     assert lines(pipe[0]) == [Progress(phase="failed", message=str(error))]
+    os.close(pipe[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (ConfigError("router.port", "taken"), "cannot start"),
+        (NodeRefused("decode-0 is already running as process 5"), "no router takes this node: it ends"),
+        (RankFailed(1, "rank 1 has ended"), "a rank of this node has failed: the node ends"),
+    ],
+)
+def test_the_log_says_once_why_a_process_ends(
+    error: Exception, event: str, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A router may refuse a node that is ready: nothing then says that the start failed, except to its supervisor."""
+
+    def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
+        reporter.report("ready")
+        raise error
+
+    with pytest.raises(SystemExit):
+        run_process("decode-0", LOCAL, None, pipe[1], body)
+    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    reasons = [line["event"] for line in logged if str(error) in line.values()]
+    assert reasons == [event]
+    assert lines(pipe[0])[-1] == Progress(phase="failed", message=str(error))
     os.close(pipe[0])
 
 
