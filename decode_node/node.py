@@ -136,7 +136,7 @@ class DecodeNode:
     def _end_turn(self, now: float) -> None:
         """Handle events of time, report and collect garbage: after a launch, for which the device may be waiting."""
         self.life.look_after(self, now)
-        counters = self._report.counters(self._routers.refused_messages)
+        counters = self._report.counters(self._routers.refused_messages, self._routers.unsent_messages)
         self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
         self.life.end_turn(self.queues.num_live, now, len(self.queues.quarantined))
         self._garbage.end_turn(now)

@@ -96,8 +96,13 @@ class Report:
         )
         return self._host().in_load(load)
 
-    def counters(self, refused_messages: int) -> NodeCounters:
-        """Return all totals. `refused_messages` counts those of the router; those of peers are added here."""
+    def counters(self, refused_messages: int, unsent_messages: int) -> NodeCounters:
+        """Return all totals.
+
+        Args:
+            refused_messages: those of routers; those of peers are added here.
+            unsent_messages: those to routers; those to peers are added here.
+        """
         received, speculation = self._receiver.counters, self.speculation
         counters = NodeCounters(
             requests=self.requests,
@@ -120,6 +125,7 @@ class Report:
             checksum_failures=received.checksum_failures,
             record_failures=received.record_failures.total(),
             refused_messages=refused_messages + received.malformed,
+            unsent_messages=unsent_messages + received.unsent,
             late_messages=received.unknown_room + received.stale_generation + received.stale_incarnation,
             spec_drafts=speculation.drafts,
             spec_draft_tokens=speculation.draft_tokens,

@@ -58,7 +58,7 @@ class ReceiverCounters:
     timeouts: Counter[str] = field(default_factory=Counter)  # handshake, first_page, stall, deadline
     quarantined: int = 0  # rooms that ever entered quarantine
     abort_retries: int = 0
-    unsent: int = 0
+    unsent: int = 0  # control frames that the socket did not accept
 
     def record_failed(self, cause: str) -> str:
         """Count a record that failed verification and return the error code of its room."""

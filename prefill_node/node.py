@@ -136,7 +136,8 @@ class PrefillNode:
         """Report the state of the node. Launches and first tokens come first, because somebody waits for them."""
         refused = self._routers.refused_messages + self._images.refused_messages
         held = ((each.router, each.remaining) for each in self.queues.live())
-        self.life.publish(self._report.load(), self._report.counters(refused), held)
+        counters = self._report.counters(refused, self._routers.unsent_messages)
+        self.life.publish(self._report.load(), counters, held)
         now = self._clock()
         self.life.end_turn(len(self.queues), now)
         self._garbage.end_turn(now)

@@ -59,8 +59,13 @@ class Report:
         )
         return self._host().in_load(load)
 
-    def counters(self, refused_messages: int) -> NodeCounters:
-        """Return all totals. `refused_messages` counts those of the router; those of peers are added here."""
+    def counters(self, refused_messages: int, unsent_messages: int) -> NodeCounters:
+        """Return all totals.
+
+        Args:
+            refused_messages: those of routers; those of peers are added here.
+            unsent_messages: those to routers; those to peers are added here.
+        """
         sent = self._sender.counters
         counters = NodeCounters(
             requests=self.requests,
@@ -79,6 +84,7 @@ class Report:
             transferred_pages=sent.pages_written,
             layered_pages=sent.pages_by_layer,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
+            unsent_messages=unsent_messages + sent.unsent,
             late_messages=sent.stale_incarnation,
             kv_events_dropped=self._kv_events.dropped,
             kv_events_failures=self._kv_events.failures,

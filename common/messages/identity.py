@@ -197,6 +197,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     checksum_failures: Total = 0
     record_failures: Total = 0
     refused_messages: Total = 0  # peers that follow the protocol never cause any
+    unsent_messages: Total = 0  # dropped: too many waited for a router or node, or it had gone
     late_messages: Total = 0  # about requests that have ended, or from processes that were replaced
     spec_drafts: Total = 0  # steps that verified drafts, counted per request
     spec_draft_tokens: Total = 0

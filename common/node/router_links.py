@@ -66,6 +66,10 @@ class RouterLinks(Generic[M]):
     def refused_messages(self) -> int:
         return sum(link.refused_messages for link in self._links)
 
+    @property
+    def unsent_messages(self) -> int:
+        return sum(link.unsent_messages for link in self._links)
+
     def start(self) -> None:
         for link in self._links:
             link.start()

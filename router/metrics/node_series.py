@@ -164,6 +164,10 @@ COUNTERS: dict[str, Counter] = {
         "Messages refused: malformed or in violation of the protocol",
         lambda c: c.refused_messages,
     ),
+    "tandem_unsent_messages": Counter(
+        "Messages to routers and nodes that were dropped: too many waited for the receiver, or it had gone",
+        lambda c: c.unsent_messages,
+    ),
     "tandem_late_messages": Counter("Messages about requests that had ended", lambda c: c.late_messages),
 }
 

@@ -23,7 +23,7 @@ class FakeLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], codec: InboxCodec[AnyNodeMessage]) -> None:
         self.socket = context.socket(zmq.PULL)  # never readable; the node's poller needs it
-        self.refused_messages = 0
+        self.refused_messages = self.unsent_messages = 0
         self.router_lost = False  # the next return value of `lost`, used once
         self.state: NodeState = "loading"
         self.load = NodeLoad()

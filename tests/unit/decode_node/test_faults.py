@@ -448,6 +448,20 @@ def test_late_messages_are_not_counted_with_refused_ones() -> None:
         assert (counters.late_messages, counters.refused_messages) == (0, 0)
 
 
+def test_each_node_reports_the_messages_that_its_sockets_have_refused() -> None:
+    """Those to routers and those to nodes of the other role together."""
+    with NodeCluster(SMALL) as cluster:
+        for side, transfer in (
+            (cluster.prefill, cluster.prefill.sender),
+            (cluster.decode, cluster.decode.receiver),
+        ):
+            side.link.unsent_messages = 3
+            transfer.counters.unsent = 2
+        cluster.turn()
+        for side in (cluster.prefill, cluster.decode):
+            assert side.link.counters.unsent_messages == 5
+
+
 def test_a_repeated_room_is_refused_and_the_first_continues() -> None:
     with NodeCluster(SMALL, resubmit=False) as cluster:
         call = cluster.submit(prompt_of(30), 6, legs="dpdp")

@@ -50,6 +50,7 @@ def node(role: Role = "decode", name: str = "", **load: int) -> Node:
         generated_tokens=41,
         retractions=2,
         refused_messages=5,
+        unsent_messages=6,
         spec_accepted_at=(9, 4),
         phase_seconds={"draft": 0.5, "verify": 2.0},
         graphs=(totals,),
@@ -82,6 +83,7 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert got[f"vllm:num_preemptions_total{labels}"] == 2
     assert got[f"tandem_node_up{labels}"] == 1
     assert got[f"tandem_refused_messages_total{labels}"] == 5
+    assert got[f"tandem_unsent_messages_total{labels}"] == 6
     assert got['tandem_refused_messages_total{engine="router",model_name="tiny",role="router"}'] == 7
     assert got[f"tandem_kv_events_failing{labels}"] == 0
     nodes[0].state = "draining"
