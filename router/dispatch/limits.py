@@ -10,15 +10,15 @@ TOO_LONG = "the request took longer than router.request_timeout allows; ask for 
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
-    """Limits from the router section of the config."""
+    """Limits from the sections `router` and `decode` of the config, which has their defaults."""
 
     max_attempts: int
     max_requests: int
     request_timeout: float
     placement_wait: float
-    retry_ratio: float = 0.2
-    queue_wait: float = 30.0
-    max_crashes: int = 2
-    reserved_tokens: int = 256  # answer tokens that a decode node reserves for a request
-    first_token_hold: float = 0.0  # seconds for which the first token of a stream is kept back at most
-    requests_per_node: int = 1 << 20  # requests that a decode node may have in its batch or in transfer
+    retry_ratio: float
+    queue_wait: float
+    max_crashes: int
+    reserved_tokens: int  # answer tokens that a decode node reserves for a request
+    first_token_hold: float  # seconds for which the first token of a stream is kept back at most
+    requests_per_node: int  # requests that a decode node may have in its batch or in transfer

@@ -22,7 +22,7 @@ EXPIRY = 300.0  # seconds that a request remains suspected or refused
 class PoisonWatch:
     """Tracks suspected requests. It costs nothing while no node has crashed."""
 
-    def __init__(self, clock: Callable[[], float], max_crashes: int = 2) -> None:
+    def __init__(self, clock: Callable[[], float], max_crashes: int) -> None:
         """`max_crashes`: crashes of nodes under one request, as in Suspects."""
         self.suspects = Suspects(EXPIRY, clock, max_crashes)
         self._isolation = Isolation()

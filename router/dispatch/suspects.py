@@ -69,7 +69,7 @@ class _Crash:
 class Suspects:
     """The table of suspects. It is bounded, and every entry expires."""
 
-    def __init__(self, expiry: float, clock: Callable[[], float], max_crashes: int = 2) -> None:
+    def __init__(self, expiry: float, clock: Callable[[], float], max_crashes: int) -> None:
         """Create an empty table.
 
         `expiry`: seconds after which a suspicion or a quarantine ends. A request that is the only one to blame is

@@ -184,7 +184,18 @@ class Simulation:
         self.health = health = NodeHealth(0.0, cluster.loop.time)
         placer = Placer(cluster.registry, policies, health, rng, rules)
         history = placer.history
-        limits = DispatchLimits(3, 1 << 20, 3600.0, 10.0, queue_wait=3600.0)
+        limits = DispatchLimits(
+            max_attempts=3,
+            max_requests=1 << 20,
+            request_timeout=3600.0,
+            placement_wait=10.0,
+            retry_ratio=0.2,
+            queue_wait=3600.0,
+            max_crashes=2,
+            reserved_tokens=256,
+            first_token_hold=0.0,
+            requests_per_node=1 << 20,
+        )
         self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
         dispatcher = Dispatcher(cluster.registry, placer, self._send_all, limits, self.metrics, log, health)
         cluster.dispatchers.append(dispatcher)

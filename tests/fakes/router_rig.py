@@ -71,7 +71,12 @@ class RouterRig:
             "max_requests": 100,
             "request_timeout": 600.0,
             "placement_wait": 0.5,
+            "retry_ratio": 0.2,
+            "queue_wait": 30.0,
+            "max_crashes": 2,
             "reserved_tokens": 0,  # because its nodes are small
+            "first_token_hold": 0.0,
+            "requests_per_node": 1 << 20,
             **limits,
         }
         core = assemble_core(

@@ -264,7 +264,7 @@ async def test_a_suspect_waits_for_its_trial_no_longer_than_for_a_node(
 @pytest.mark.parametrize("order", [("prefill", "decode"), ("decode", "prefill")])
 def test_both_halves_of_a_movable_node_die_in_one_crash(order: tuple[Role, Role], transferred: bool) -> None:
     """A request that they shared was computed by one of them, and that one counts."""
-    watch = PoisonWatch(Clock())
+    watch = PoisonWatch(Clock(), 2)
     request = GenerationRequest("r1", [POISON], SamplingParams(max_tokens=10))
     flight = InFlight(request, Timeline("r1", 0.0), 60.0)
     convicted = []

@@ -22,12 +22,12 @@ def keys(*names: str) -> dict[bytes, int]:
 
 
 def made() -> Suspects:
-    return Suspects(600.0, Clock())
+    return Suspects(600.0, Clock(), 2)
 
 
 def test_what_is_quarantined_already_is_to_blame_again() -> None:
     """Copies of the request were on other nodes when it was convicted."""
-    suspects = Suspects(300.0, Clock())
+    suspects = Suspects(300.0, Clock(), 2)
     assert suspects.crashed("a", "decode", {b"poison": 0}) is None
     assert suspects.crashed("b", "decode", {b"poison": 0}) == b"poison"
     assert suspects.crashed("c", "decode", {b"poison": 0, b"other": 0}) == b"poison"
@@ -50,7 +50,7 @@ def test_a_table_with_a_quarantined_request_only_is_not_empty() -> None:
 
 def test_each_crash_of_a_copy_prolongs_the_quarantine() -> None:
     clock = Clock()
-    suspects = Suspects(300.0, clock)
+    suspects = Suspects(300.0, clock, 2)
     for node in ("a", "b"):
         suspects.crashed(node, "decode", {b"poison": 0})
     clock.now += 200.0
@@ -126,7 +126,7 @@ def test_a_process_that_comes_back_has_not_crashed() -> None:
 
 def test_everything_expires() -> None:
     clock = Clock()
-    table = Suspects(600.0, clock)
+    table = Suspects(600.0, clock, 2)
     table.crashed("n0", "decode", keys("a", "b"))
     table.crashed("n1", "decode", keys("a"))
     clock.now += 600
