@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from common.ipc import Dealer
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve
-from tests.cluster.harness import MODEL, RunningCluster, with_children
+from tests.cluster.harness import MODEL, RunningCluster, proc_text, with_children
 from tests.fakes import hostile_images
 from tests.fakes.held_context import Context
 from tests.fakes.hostile_templates import ENDLESS
@@ -64,9 +64,15 @@ def _hostile_template(folder: Path) -> Path:
     return file
 
 
-def _mib(process: Path, field: str) -> float:
-    line = next(each for each in (process / "status").read_text().splitlines() if each.startswith(field))
-    return int(line.split()[1]) / 1024
+def _mib(processes: Iterable[Path], field: str) -> dict[Path, float]:
+    """Return a field of each process's status in MiB. A process that has ended has none."""
+    lines = {process: proc_text(process / "status").splitlines() for process in processes}
+    return {
+        process: int(line.split()[1]) / 1024
+        for process, status in lines.items()
+        for line in status
+        if line.startswith(field)
+    }
 
 
 class Memory:
@@ -76,16 +82,17 @@ class Memory:
         self._cluster = cluster
         self._before: dict[str, dict[Path, float]] = {}
         for name in cluster.processes:
-            self._before[name] = {each: _mib(each, "VmRSS") for each in self._processes(name)}
+            self._before[name] = _mib(self._processes(name), "VmRSS")
             for each in self._before[name]:
-                (each / "clear_refs").write_text("5")  # resets VmHWM
+                with contextlib.suppress(OSError):  # it has ended
+                    (each / "clear_refs").write_text("5")  # resets VmHWM
 
     def growth(self) -> dict[str, float]:
         """The largest growth per node in MiB. A child started later is compared with the smallest earlier one."""
         found = {}
         for name, before in self._before.items():
             least = min(before.values())
-            peaks = {each: _mib(each, "VmHWM") for each in self._processes(name)}
+            peaks = _mib(self._processes(name), "VmHWM")
             found[name] = max(peak - before.get(each, least) for each, peak in peaks.items())
         return found
 

@@ -46,20 +46,24 @@ StartProcess = Callable[[Sequence[str], Path, dict[str, str], BinaryIO], fork_se
 PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 600.0}
 
 
+def proc_text(file: Path) -> str:
+    """Return the text of a file in /proc, and "" if its process or thread has ended."""
+    with contextlib.suppress(OSError):
+        return file.read_text()
+    return ""
+
+
 def with_children(process: Path) -> Iterator[Path]:
-    """Yield a process's directory in /proc, and those of its descendants.
+    """Yield a process's directory in /proc, and those of its descendants. Each of them may end meanwhile.
 
     The fork that a `fork_client` waits for counts as its child.
     """
     yield process
-    children: list[str] = []
+    name, _, fork = proc_text(process / "comm").partition(" ")
+    children = [fork.strip()] if name == "fork" else []
     with contextlib.suppress(OSError):
-        name, _, fork = (process / "comm").read_text().partition(" ")
-        if name == "fork":
-            children.append(fork.strip())
-    for each in process.glob("task/*/children"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            children += each.read_text().split()
+        for each in process.glob("task/*/children"):
+            children += proc_text(each).split()
     for child in children:
         yield from with_children(process.with_name(child))
 
@@ -228,7 +232,7 @@ class RunningCluster:
     def rank_pids(self, name: str) -> list[int]:
         """Return the process ids of a node's ranks 1 and up."""
         _, *children = with_children(Path(f"/proc/{self.processes[name].pid}"))
-        names = {each: (each / "cmdline").read_text() + (each / "comm").read_text() for each in children}
+        names = {each: proc_text(each / "cmdline") + proc_text(each / "comm") for each in children}
         return [int(each.name) for each, name in names.items() if rank_forks.NAME in name]
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
@@ -236,10 +240,11 @@ class RunningCluster:
         directory = Path(f"/proc/{self.processes[name].pid}")
         inodes = set()
         for process in with_children(directory):
-            for each in (process / "fd").iterdir():
-                # A socket that a process closes meanwhile is not one that it listens on.
-                with contextlib.suppress(FileNotFoundError):
-                    inodes.add(os.readlink(each))
+            # A socket that a process closes meanwhile, perhaps because it ends, is not one that it listens on.
+            with contextlib.suppress(OSError):
+                for each in (process / "fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        inodes.add(os.readlink(each))
         found = set()
         for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
             for line in (directory / "net" / table).read_text().splitlines()[1:]:
@@ -403,9 +408,15 @@ class Client:
             return result
 
     async def node(self, name: str) -> dict[str, Any]:
-        info = await self.info()
-        found: dict[str, Any] = next(node for node in info["nodes"] if node["name"] == name)
-        return found
+        """Wait until the router has the node, which it may lose for a while if this host stalls."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            for node in (await self.info())["nodes"]:
+                if node["name"] == name:
+                    found: dict[str, Any] = node
+                    return found
+            assert time.monotonic() < deadline, f"the router does not have {name}"
+            await asyncio.sleep(0.05)
 
     async def gone(self, name: str) -> None:
         """Wait until the router has lost the node."""

@@ -124,11 +124,11 @@ async def test_tokens_are_equal_however_the_work_is_divided(
                 nodes = (await client.info())["nodes"]
                 decodes = [node["counters"] for node in nodes if node["role"] == "decode"]
                 shown = {name: sum(each[name] for each in decodes) for name in case.counters}
-                if all(shown[name] >= least for name, least in case.counters.items()):
+                shown |= {node["name"]: node["counters"]["requests"] for node in nodes}
+                if all(count >= case.counters.get(name, 1) for name, count in shown.items()):
                     break
             else:
                 raise AssertionError(f"this case did not show what it is for: {shown}")
-            assert all(node["counters"]["requests"] > 0 for node in nodes), "a node was never used"
 
 
 async def test_next_turn_moves_only_new_pages(cluster: RunningCluster) -> None:

@@ -58,9 +58,8 @@ def start_server(
 class _ServedFork:
     """A fork, and the connection of the client that waits for its end. In the fork itself `pid` is 0."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, content: bytes, streams: list[int]) -> None:
         self.connection = connection
-        content, streams, _, _ = socket.recv_fds(connection, MAX_BYTES, 3)
         directory, limits, *variables = content.decode(errors="surrogateescape").split("\0")
         self.pid = os.fork()
         if self.pid == 0:
@@ -105,6 +104,8 @@ def serve(path: str) -> bool:
         each.setblocking(False)
     signal.set_wakeup_fd(waking.fileno())
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    # Clients that have not sent yet what their forks shall be. A client may be killed before it does.
+    connected: dict[object, socket.socket] = {}
     running: dict[socket.socket, _ServedFork] = {}
     with (
         ended,
@@ -123,12 +124,19 @@ def serve(path: str) -> bool:
                     return False
                 if key.fileobj is listener:
                     connection = listener.accept()[0]
-                    running[connection] = fork = _ServedFork(connection)
+                    connected[connection] = connection
+                    selector.register(connection, selectors.EVENT_READ)
+                elif (asking := connected.pop(key.fileobj, None)) is not None:
+                    content, streams, _, _ = socket.recv_fds(asking, MAX_BYTES, 3)
+                    if not content:
+                        selector.unregister(asking)
+                        asking.close()
+                        continue
+                    running[asking] = fork = _ServedFork(asking, content, streams)
                     if fork.pid == 0:
-                        for each in running:
+                        for each in (*connected.values(), *running):
                             each.close()
                         return True
-                    selector.register(connection, selectors.EVENT_READ)
                 elif key.fileobj is ended:
                     ended.recv(4096)
                     for client, fork in list(running.items()):
