@@ -13,6 +13,7 @@ import zmq
 from common.errors import ConfigError, RankFailed
 from common.ipc.ring import RingReader, RingWriter
 from common.node.ranks.member import BuiltRank, Member, run_rank
+from common.observability import start_watchdog
 from common.observability.logs import Log
 from common.observability.start_progress import progressed
 
@@ -78,4 +79,7 @@ def this_loader_blocks() -> None:
 
 
 if __name__ == "__main__":
+    # A thread ends a rank whose start hangs, and not the timer for native code: that one would come first if the rank
+    # did not run for some seconds.
+    start_watchdog.HELD_FACTOR = 1000
     run_rank(build, int(sys.argv[1]))

@@ -6,5 +6,6 @@ from pathlib import Path
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether SIGSTOP has stopped the main thread of a process. Raises OSError if there is none."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T"
+    """Return whether SIGSTOP has stopped all threads of a process. Raises OSError if there is none."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return all((each / "stat").read_text().rpartition(") ")[2][0] == "T" for each in threads)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from common.observability.start_progress import StartProgress
 from common.process_entry import start_time
 from tests.fakes import served_forks
 from tests.fakes.descriptors import open_descriptors
+from tests.fakes.stopped_process import is_stopped
 from tests.fakes.waiting import PATIENCE, until
 
 ENTRY = "tests.fakes.echo_rank"
@@ -109,7 +111,7 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"decode.pool_tokens: rank [12]: there is no room"):
         started.group.exchange(b"of rank 0")
     started.group.close()
-    assert all(process.returncode is not None for process in started.group.processes)
+    assert all(process.wait(PATIENCE) for process in started.group.processes)
 
 
 @pytest.mark.usefixtures("forked")
@@ -141,30 +143,37 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
             clock=lambda: now,
         )
 
-    def problem(watch: RankWatch, looks: int, idle: float) -> str | None:
+    def beats() -> list[int]:
+        return [group.board.read(rank, BoardField.BEAT) for rank in (1, 2)]
+
+    def problem(watch: RankWatch, looks: int, beat: bool = False) -> str | None:
+        """Look this often. `beat`: both ranks show a beat between two looks."""
         nonlocal now
         for _ in range(looks):
             now += 0.1
             if (found := watch.problem()) is not None:
                 return found
-            time.sleep(idle)
+            if beat:
+                before = beats()
+                until(lambda before=before: all(map(gt, beats(), before)))
         return None
 
     one = group.processes[0].pid
     os.kill(one, signal.SIGSTOP)
-    assert problem(watch(), 2, 0.0) is None
+    until(lambda: is_stopped(one))
+    assert problem(watch(), 2) is None
     overdue = -1.0
-    assert problem(watch(), 100, 0.0) == "rank 1 does not run: it is stopped, or its machine is overloaded"
+    assert problem(watch(), 100) == "rank 1 does not run: it is stopped, or its machine is overloaded"
     os.kill(one, signal.SIGCONT)
     group.plans.send(b"hang", PATIENCE)
     until(lambda: started.frames(1) == ["hang"] == started.frames(2))
     # The announced work of rank 0 is that of all ranks.
-    assert problem(watch(), 5, 0.15) is None
+    assert problem(watch(), 5, beat=True) is None
     overdue = 1.0
-    assert problem(watch(), 50, 0.15) == "the main loop of rank 1 hangs"
+    assert problem(watch(), 50, beat=True) == "the main loop of rank 1 hangs"
     os.kill(one, signal.SIGKILL)
     group.processes[0].wait(PATIENCE)
-    assert problem(watch(), 1, 0.0) == "rank 1 has ended with -9"
+    assert problem(watch(), 1) == "rank 1 has ended with -9"
 
 
 def until_loading(group: RankGroup, rank: int) -> None:
@@ -214,7 +223,7 @@ def test_a_rank_whose_loader_blocks_says_in_which_phase(
     with pytest.raises(RankFailed, match=problem) as caught, group.starting():
         started.serve()
     assert caught.value.rank == 2
-    assert [process.returncode for process in group.processes] == [-signal.SIGKILL, EXIT_HUNG]
+    assert [process.wait(PATIENCE) for process in group.processes] == [-signal.SIGKILL, EXIT_HUNG]
     assert "in this_loader_blocks" in capfd.readouterr().err
 
 
@@ -227,6 +236,7 @@ def test_a_rank_that_is_stopped_before_its_first_beat(
     assert started is not None
     (process,) = started.processes
     os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(process.pid))
     group = RankGroup("decode-0", started, lambda *report: None)
     problem = rf"rank 1 \(process {process.pid}\) has shown no sign of life in 0 s: let it continue if it is stopped"
     with pytest.raises(RankFailed, match=problem):
@@ -234,7 +244,7 @@ def test_a_rank_that_is_stopped_before_its_first_beat(
     with pytest.raises(RankFailed, match=problem):
         group.report("loading", 1, 10)
     group.close()
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_a_rank_that_is_stopped_in_the_middle_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
