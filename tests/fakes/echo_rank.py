@@ -81,5 +81,5 @@ def this_loader_blocks() -> None:
 if __name__ == "__main__":
     # A thread ends a rank whose start hangs, and not the timer for native code: that one would come first if the rank
     # did not run for some seconds.
-    start_watchdog.HELD_FACTOR = 1000
+    start_watchdog.HELD_FACTOR = 1000  # type: ignore[attr-defined]
     run_rank(build, int(sys.argv[1]))

@@ -13,6 +13,7 @@ import pytest
 from common import file_lock
 from common.errors import ConfigError
 from common.file_lock import lock
+from tests.fakes.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -44,7 +45,10 @@ def test_a_lock_that_is_held_too_long_is_refused(
         lock(own, tmp_path)
 
 
-def test_a_lock_is_taken_once_it_is_free(tmp_path: Path, held: int, own: int) -> None:
+def test_a_lock_is_taken_once_it_is_free(
+    tmp_path: Path, held: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_lock, "LOCK_SECONDS", PATIENCE)
     threading.Timer(0.03, fcntl.flock, (held, fcntl.LOCK_UN)).start()
     lock(own, tmp_path)
     with pytest.raises(BlockingIOError):

@@ -30,13 +30,6 @@ from tests.fakes.wire import Wire
 from tests.unit.kv_transfer.rig import Clock
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a sender wait for threads of this process longer than for a network: they may be kept from running."""
-    monkeypatch.setattr(liveness, "CONNECT_SECONDS", PATIENCE)
-    monkeypatch.setattr("kv_transfer.transport.nixl.lookup.LOOKUP_SECONDS", PATIENCE)
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()

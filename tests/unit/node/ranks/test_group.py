@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from operator import gt
 from pathlib import Path
@@ -143,8 +142,12 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
             clock=lambda: now,
         )
 
-    def beats() -> list[int]:
-        return [group.board.read(rank, BoardField.BEAT) for rank in (1, 2)]
+    def wait_for_beats() -> None:
+        def beats() -> list[int]:
+            return [group.board.read(rank, BoardField.BEAT) for rank in (1, 2)]
+
+        before = beats()
+        until(lambda: all(map(gt, beats(), before)))
 
     def problem(watch: RankWatch, looks: int, beat: bool = False) -> str | None:
         """Look this often. `beat`: both ranks show a beat between two looks."""
@@ -154,8 +157,7 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
             if (found := watch.problem()) is not None:
                 return found
             if beat:
-                before = beats()
-                until(lambda before=before: all(map(gt, beats(), before)))
+                wait_for_beats()
         return None
 
     one = group.processes[0].pid
@@ -339,7 +341,7 @@ def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: p
         started_ranks.start(ENTRY)
     group = RankGroup("decode-0", started_ranks, lambda *report: None)
     group.close()
-    assert [process.returncode for process in group.processes] == [-signal.SIGKILL]
+    assert [process.wait(PATIENCE) for process in group.processes] == [-signal.SIGKILL]
     del group
     assert len(open_descriptors()) == open_before
 
@@ -372,7 +374,7 @@ def test_a_killed_process_that_does_not_end_keeps_nothing_else_open(
 
     monkeypatch.setattr(first, "wait", hangs)
     made.group.close()
-    assert second.returncode == -signal.SIGKILL
+    assert second.wait(PATIENCE) == -signal.SIGKILL
     del made
     assert len(open_descriptors()) == open_before
     monkeypatch.undo()
