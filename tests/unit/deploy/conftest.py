@@ -17,3 +17,15 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="td") as path:
         (Path(path) / "c.yaml").write_text("model: {path: m}\nprocess: {run_dir: run}\n")
         yield Path(path)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute on one thread of this process: on tiny models, more threads take longer."""
+    # Most tests of this folder do without torch, whose import takes seconds.
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

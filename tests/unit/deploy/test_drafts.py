@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,10 @@ from deploy.tiny_models.drafts.measure import Answered, greedy_answers, proposal
 from deploy.tiny_models.drafts.oracle import accept_length, ok_matrix, walk
 from deploy.tiny_models.drafts.shapes import AUX_LAYERS, DIRECTORIES, KINDS, Kind, draft_config
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = TARGET.parent
 H, KV, V = 256, 128, 704
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def directory(kind: Kind) -> Path:

@@ -28,15 +28,9 @@ from deploy.tiny_models.drafts.shapes import KINDS, Kind, draft_config
 from deploy.tiny_models.drafts.train_one import arguments, unrolled_steps
 from deploy.tiny_models.training_loop import Outcome, Settings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OUTCOME = Outcome(seconds=10.0, steps=5, tokens=2_000_000, loss=0.1, first_loss=6.0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batches() -> Iterator[Windows]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -25,6 +24,8 @@ from deploy.tiny_models.muon import is_matrix, orthogonalize
 from deploy.tiny_models.trainer import train
 from deploy.tiny_models.training_loop import Settings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = replace(SMOKE_SHAPE, num_hidden_layers=3, num_experts=3, moe_intermediate_size=32)
 MODELS = Path(tokenizer.__file__).parent
 HYBRID = FAMILIES["hybrid"]
@@ -33,14 +34,6 @@ HYBRID = FAMILIES["hybrid"]
 @pytest.fixture(scope="module")
 def vocabulary() -> Tokenizer:
     return tokenizer.build(sample=2000)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -25,20 +24,14 @@ from deploy.tiny_models.tool_calls.train_tools import arguments
 from deploy.tiny_models.trainer import train
 from deploy.tiny_models.training_loop import Settings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODELS = Path(vocabulary.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return vocabulary.build(sample=300)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_short_run_learns_and_its_checkpoint_holds_the_same_model(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from deploy.tiny_models.trainer import Replay, train
 from deploy.tiny_models.training_loop import Outcome, Settings, rate_at
 from deploy.tiny_models.training_options import shown_command, training_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = checkpoint.Shape(
     hidden_size=64,
     num_hidden_layers=2,
@@ -31,14 +32,6 @@ SHAPE = checkpoint.Shape(
     head_dim=32,
     intermediate_size=64,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_rate_warms_up_and_ends_at_zero() -> None:
