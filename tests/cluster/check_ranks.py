@@ -33,10 +33,10 @@ import yaml
 from common.process_entry import start_time
 from deploy.eval_cli import picture_body
 from deploy.tiny_models.vision.questions import questions
+from tests.cluster.conftest import prompt_of
 from tests.cluster.covering_rows import Covering, Row
 from tests.cluster.harness import MODEL, Client, RunningCluster, with_children
 from tests.cluster.test_nixl import installed
-from tests.cluster.test_ranks import prompt_of
 from tests.fakes.waiting import PATIENCE, eventually
 
 MODELS = MODEL.parent

@@ -45,6 +45,12 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return result
 
 
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Return random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 700) for _ in range(length)]
+
+
 class Reference:
     """Greedy continuations by `transformers` in float32, computed once per prompt and length."""
 

@@ -348,6 +348,13 @@ class Answer:
     usage: dict[str, Any]
 
 
+async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> Any:
+    """Return the JSON of an answer, which must have status 200."""
+    async with session.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
 class Client:
     """One aiohttp session against one router."""
 

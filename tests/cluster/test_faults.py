@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 import zmq
 
-from tests.cluster.conftest import Reference
+from tests.cluster.conftest import Reference, prompt_of
 from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.masked_reference import MaskedReference
@@ -26,11 +26,6 @@ from tests.fakes.waiting import PATIENCE, eventually
 QUICK = {"heartbeat_interval": 0.1, "node_timeout": 1.5, "router_timeout": 1.5}
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 LONG = 200  # tokens: long enough to be interrupted
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 700) for _ in range(length)]
 
 
 async def next_event(response: aiohttp.ClientResponse) -> None:

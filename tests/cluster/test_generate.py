@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.cluster.check_families import shipped
-from tests.cluster.harness import RunningCluster
+from tests.cluster.harness import RunningCluster, post
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,12 +20,6 @@ MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     with RunningCluster(tmp_path_factory.mktemp("generate"), config=shipped("tools")) as running:
         yield running
-
-
-async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> Any:
-    async with session.post(path, json=body) as response:
-        assert response.status == 200, await response.text()
-        return await response.json()
 
 
 async def test_tokens_of_reasoning(cluster: RunningCluster) -> None:

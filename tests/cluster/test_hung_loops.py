@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from common.config.schema import Health
 from common.observability.loop_watchdog import EXIT_HUNG
-from tests.cluster.conftest import Reference
+from tests.cluster.conftest import Reference, prompt_of
 from tests.cluster.harness import Client, RunningCluster
 from tests.fakes.waiting import PATIENCE
 
@@ -29,11 +28,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     directory = tmp_path_factory.mktemp("watched")
     with RunningCluster(directory, config=config, blocking=("decode-0",)) as cluster:
         yield cluster
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 700) for _ in range(length)]
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])

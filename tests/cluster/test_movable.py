@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Reference
+from tests.cluster.conftest import Reference, prompt_of
 from tests.cluster.harness import MODEL, Client, RunningCluster
-from tests.cluster.test_faults import prompt_of
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import Iterator
 from itertools import product
@@ -14,18 +13,13 @@ import pytest
 from common.config.schema import Health
 from common.process import EXIT_RANK_FAILED
 from common.process_entry import start_time
-from tests.cluster.conftest import Reference
+from tests.cluster.conftest import Reference, prompt_of
 from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.masked_reference import MaskedReference
 from tests.fakes.waiting import PATIENCE, eventually
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 700) for _ in range(length)]
 
 
 PROMPTS = [prompt_of(30 + 43 * i, i) for i in range(8)]

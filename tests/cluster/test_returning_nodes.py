@@ -12,9 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.cluster.conftest import Reference
+from tests.cluster.conftest import Reference, prompt_of
 from tests.cluster.harness import Client, RunningCluster
-from tests.cluster.test_faults import QUICK, next_event, prompt_of, streaming
+from tests.cluster.test_faults import QUICK, next_event, streaming
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores

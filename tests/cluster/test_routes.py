@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import aiohttp
 import pytest
 
 from deploy.tiny_models.word_problems import take
-from tests.cluster.harness import RunningCluster
+from tests.cluster.harness import RunningCluster, post
 
 pytestmark = pytest.mark.timeout(900)
-
-
-async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> Any:
-    async with session.post(path, json=body) as response:
-        assert response.status == 200, await response.text()
-        return await response.json()
 
 
 async def test_all_routes_give_the_same_text(cluster: RunningCluster) -> None:

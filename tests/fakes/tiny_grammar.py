@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import numpy as np
 from llguidance import LLMatcher
 
-from common.grammar import GrammarCompilation, GrammarCompiler, Matcher
+from common.grammar import GrammarCompilation, GrammarCompiler, Matcher, mask_width
 from common.grammar.token_marker import Symbols
+from common.grammar.token_rules import RuleFollower
 from tests.fakes.waiting import until
 
 VOCAB = 64
@@ -105,6 +107,18 @@ def regex(pattern: str) -> str:
 
 def matcher(grammar: str) -> Matcher:
     return tiny_compiler().matcher(grammar)
+
+
+def allowed_tokens(masks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], row: int) -> set[int]:
+    """Return the tokens that a row of masks allows."""
+    return {token for token in range(VOCAB) if int(masks[row, token // 32]) >> (token % 32) & 1}
+
+
+def next_tokens(follower: RuleFollower) -> set[int]:
+    """Return the tokens that may come next."""
+    masks = np.zeros((1, mask_width(VOCAB)), dtype=np.int32)
+    follower.fill(masks, 0)
+    return allowed_tokens(masks, 0)
 
 
 def decoded(tokens: list[int]) -> str:

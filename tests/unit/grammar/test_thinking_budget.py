@@ -13,7 +13,16 @@ from common.grammar import mask_width
 from common.grammar.thinking_budget import LEAD, NEVER
 from common.grammar.token_rules import RuleFollower
 from common.messages.generation import ThinkingLimit, TokenRules
-from tests.fakes.tiny_grammar import GRAMMARS, TOKENS, VOCAB, decoded, matcher, tiny_compiler
+from tests.fakes.tiny_grammar import (
+    GRAMMARS,
+    TOKENS,
+    VOCAB,
+    allowed_tokens,
+    decoded,
+    matcher,
+    next_tokens,
+    tiny_compiler,
+)
 
 BEGIN, END, WORD = 40, 33, 7  # of 64 tokens
 LONG = (END, WORD, END)  # a marker of several tokens
@@ -27,16 +36,6 @@ def follower(
     made = RuleFollower(TokenRules(thinking=ThinkingLimit(tokens, (BEGIN,), end, spent)), None, VOCAB)
     assert made.accept(said)
     return made
-
-
-def next_tokens(followed: RuleFollower) -> set[int]:
-    masks = np.zeros((1, mask_width(VOCAB)), dtype=np.int32)
-    followed.fill(masks, 0)
-    return bits(masks, 0)
-
-
-def bits(masks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], row: int) -> set[int]:
-    return {token for token in range(VOCAB) if int(masks[row, token // 32]) >> (token % 32) & 1}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_each_node_of_a_tree_has_the_place_of_its_path() -> None:
     masks = np.zeros((8, mask_width(VOCAB)), dtype=np.int32)
     followed.fill_tree(masks, 1, tokens, parents)
     expected = [EVERYTHING, {END}, EVERYTHING, {END}, EVERYTHING, EVERYTHING]
-    assert [bits(masks, 1 + node) for node in range(6)] == expected
+    assert [allowed_tokens(masks, 1 + node) for node in range(6)] == expected
     assert not masks[0].any()
     assert not masks[7].any()
     assert next_tokens(followed) == EVERYTHING, "drafts are not part of the answer"

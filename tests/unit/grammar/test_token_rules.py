@@ -13,17 +13,7 @@ from common.grammar.grammars import NO_GRAMMARS
 from common.grammar.no_token import no_token
 from common.grammar.token_rules import RuleFollower, constraint_of
 from common.messages.generation import SamplingParams, TokenRules
-from tests.fakes.tiny_grammar import GRAMMARS, VOCAB, matcher, tiny_compiler
-
-
-def bits(masks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], row: int) -> set[int]:
-    return {token for token in range(VOCAB) if int(masks[row, token // 32]) >> (token % 32) & 1}
-
-
-def next_tokens(follower: RuleFollower) -> set[int]:
-    masks = np.zeros((1, mask_width(VOCAB)), dtype=np.int32)
-    follower.fill(masks, 0)
-    return bits(masks, 0)
+from tests.fakes.tiny_grammar import GRAMMARS, VOCAB, allowed_tokens, matcher, next_tokens, tiny_compiler
 
 
 def test_words_are_forbidden_where_the_answer_ends_with_their_beginning() -> None:
@@ -52,7 +42,7 @@ def test_each_node_of_a_tree_has_the_mask_of_its_path() -> None:
     follower.fill_tree(masks, 1, tokens, parents)
     everything = set(range(VOCAB))
     expected = [everything, everything - {3, 9}, everything - {63}, everything - {9}, everything]
-    assert [bits(masks, 1 + node) for node in range(5)] == expected
+    assert [allowed_tokens(masks, 1 + node) for node in range(5)] == expected
     assert not masks[0].any()
     assert not masks[6].any()
 
@@ -69,13 +59,13 @@ def test_beside_a_grammar_both_apply() -> None:
     masks = np.zeros((2, mask_width(VOCAB)), dtype=np.int32)
     follower.fill(masks, 0)
     alone.fill(masks, 1)
-    assert bits(masks, 0) == bits(masks, 1) - {27, 28}
-    token = min(bits(masks, 0))
+    assert allowed_tokens(masks, 0) == allowed_tokens(masks, 1) - {27, 28}
+    token = min(allowed_tokens(masks, 0))
     assert follower.accept([token])
     assert alone.accept([token])
     follower.fill_tree(masks[:1], 0, [token], [-1])
     alone.fill(masks, 1)
-    assert bits(masks, 0) == bits(masks, 1) - {27, 28}
+    assert allowed_tokens(masks, 0) == allowed_tokens(masks, 1) - {27, 28}
     assert (follower.stopped, follower.end_token) == (alone.stopped, alone.end_token)
 
 
@@ -99,7 +89,7 @@ def test_a_request_ends_if_no_token_is_left(tree: bool) -> None:
         follower.fill(masks, 0)
     assert isinstance(follower.failure, InvalidRequest)
     assert follower.failure.param == "allowed_token_ids"
-    assert bits(masks, 0) == set(range(VOCAB)), "a failed follower allows every token"
+    assert allowed_tokens(masks, 0) == set(range(VOCAB)), "a failed follower allows every token"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +108,7 @@ def test_the_error_lists_the_fields_of_the_request(rules: TokenRules, fields: st
     follower = RuleFollower(rules, matcher(GRAMMARS["numbers"]), VOCAB)
     everything = np.full((1, mask_width(VOCAB)), 0, dtype=np.int32)
     matcher(GRAMMARS["numbers"]).fill(everything, 0)
-    assert not rules.allowed or not bits(everything, 0) & set(rules.allowed)
+    assert not rules.allowed or not allowed_tokens(everything, 0) & set(rules.allowed)
     assert next_tokens(follower) == set(range(VOCAB))
     assert isinstance(follower.failure, InvalidRequest)
     assert fields in str(follower.failure)

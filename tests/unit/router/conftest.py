@@ -217,6 +217,13 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         await runner.cleanup()
 
 
+@pytest.fixture(params=["read here", "read by a worker"])
+def both_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test twice: bodies are read in the router's process, and by a text worker as large ones are."""
+    if request.param == "read by a worker":
+        monkeypatch.setattr("router.text.service.SMALL_BODY", -1)
+
+
 @pytest.fixture
 async def rig(serve: Serve) -> Rig:
     return await serve()

@@ -19,18 +19,13 @@ from router.requests.field_rules import (
     undeclared,
 )
 from router.requests.openai_schema import ChatRequest, CompletionRequest
-from router.text import service as text_service
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
+pytestmark = pytest.mark.usefixtures("both_readers")
+
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(params=["read here", "read by a worker"], autouse=True)
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "read by a worker":
-        monkeypatch.setattr(text_service, "SMALL_BODY", -1)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 
-from router.text import service as text_service
 from tests.unit.router.chat.test_chat_tools_http import STYLE
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, TOOLS
 from tests.unit.router.conftest import SERVED, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
+pytestmark = pytest.mark.usefixtures("both_readers")
+
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "input_ids": [5, 300, 6]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-
-
-@pytest.fixture(params=["read here", "read by a worker"], autouse=True)
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "read by a worker":
-        monkeypatch.setattr(text_service, "SMALL_BODY", -1)
 
 
 async def test_they_are_the_prompt(rig: Rig) -> None:
