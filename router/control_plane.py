@@ -1,7 +1,7 @@
-"""The router's side of the control socket: passes node messages to the registry and dispatcher, on the event loop.
+"""The router's side of the control socket: passes messages of nodes to the registry and to attempts at requests.
 
-A node may speak only for its own incarnation (its socket identity) and its own rooms. Every other message is counted
-and dropped.
+A node may speak only for its own incarnation, which its socket's identity names, and for its own rooms. Frames that
+violate the protocol are counted and dropped. Everything runs on the event loop.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
+from common.errors import HandshakeRefused, ProtocolError
 from common.ipc import LinkSecurity, RouterSocket, packs
 from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
     ChangeAnswered,
-    Failed,
-    FirstToken,
     Goodbye,
     Heartbeat,
-    HiddenStates,
-    PrefillDone,
     ProfileEnded,
-    PromptScores,
     Register,
     RouterMessage,
     TokenRun,
@@ -36,7 +31,7 @@ from common.messages.router_inbox import (
 from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
-from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.attempt_messages import AttemptMessage, AttemptMessages
 from router.dispatch.turn_steps import STEPS_PER_TURN, runs_within, steps_of
 from router.nodes.message_sender import MessageSender
 from router.nodes.operator_orders import OperatorOrders
@@ -75,7 +70,7 @@ class ControlPlane:
         self.rules = rules
         self._registry: NodeRegistry
         self._orders: OperatorOrders
-        self._dispatcher: Dispatcher
+        self._attempts: AttemptMessages
         self._sweeper: asyncio.Task[None] | None = None
         self._swept: Callable[[], None]
         self._closed = False
@@ -93,12 +88,16 @@ class ControlPlane:
         self._local = self.address.startswith("ipc://")  # such a connection closes only when its process ends
 
     def start(
-        self, nodes: NodeRegistry, dispatcher: Dispatcher, orders: OperatorOrders, swept: Callable[[], None]
+        self,
+        nodes: NodeRegistry,
+        attempts: AttemptMessages,
+        orders: OperatorOrders,
+        swept: Callable[[], None],
     ) -> None:
         """Start to listen on the running event loop. `swept` is called after each sweep over the nodes."""
         self._swept = swept
         self._registry = nodes
-        self._dispatcher = dispatcher
+        self._attempts = attempts
         self._orders = orders
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._read, True)
@@ -201,7 +200,7 @@ class ControlPlane:
                     left -= 1
                 elif isinstance(message, Tokens):
                     runs, steps = runs_within(message.runs, left)
-                    self._on_runs(sender, message.runs[:runs])
+                    self._attempts.on_runs(sender.incarnation, message.runs[:runs])
                     if len(message.runs) > runs:
                         self._unhandled.appendleft((identity, message.runs[runs:]))
                     left -= steps
@@ -240,74 +239,14 @@ class ControlPlane:
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
                 self._socket.datagram(sender.routing_id, encode(self._ack(message.sequence, known)))
-        elif isinstance(message, FirstToken):
-            attempt = self._dispatcher.attempt(message.room)
-            if attempt is not None and attempt.prefill.incarnation == identity:
-                self.rules.check_tokens([message.token])
-                attempt.prefill.rooms.computed(message.room)
-                attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
-                if message.stages is not None:
-                    self._dispatcher.timelines.anchor(message.room, identity, message.stages)
-                attempt.on_first_token(message)
-        elif isinstance(message, PromptScores):
-            attempt = self._dispatcher.attempt(message.room)
-            if attempt is not None and attempt.prefill.incarnation == identity:
-                self.rules.check_scores(message.tokens)
-                # The prompt bounds how many there are; after the first token the room counts none.
-                if message.start + len(message.tokens) <= attempt.prefill.rooms.left(message.room):
-                    attempt.on_prompt_scores(message)
-        elif isinstance(message, HiddenStates):
-            attempt = self._dispatcher.attempt(message.room)
-            if attempt is not None:
-                attempt.on_states(message, identity)
-        elif isinstance(message, PrefillDone):
-            attempt = self._dispatcher.attempt(message.room)
-            if attempt is not None and attempt.prefill.incarnation == identity:
-                attempt.prefill_over = True
-                attempt.prefill.rooms.remove(message.room)
-                self._dispatcher.transferred(attempt, message.stages)
-            # also after the last token: timelines anchor the stages of the node
-            self._dispatcher.timelines.anchor(message.room, identity, message.stages)
-        elif isinstance(message, Failed):
-            self._on_failed(identity, message)
+        elif isinstance(message, AttemptMessage):
+            self._attempts.on_message(identity, message)
         elif isinstance(message, Register):
             self._on_register(sender, message, nbytes)
         elif isinstance(message, ProfileEnded | ChangeAnswered):
             self._orders.answered(identity, message)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
-
-    def _on_runs(self, sender: MessageSender, runs: Sequence[TokenRun]) -> None:
-        identity = sender.incarnation
-        for run in runs:
-            attempt = self._dispatcher.attempt(run.room)
-            if attempt is None or attempt.decode.incarnation != identity:
-                continue  # the attempt has ended, or belongs to another node
-            self.rules.check_tokens(run.tokens)
-            if run.finish_reason is not None:
-                attempt.decode_over = True
-            if run.stages is not None:
-                self._dispatcher.timelines.anchor(run.room, identity, run.stages)
-                tokens = run.offset + len(run.tokens)
-                self._dispatcher.feedback.decoded(attempt, run.stages, tokens, run.accept_length)
-            attempt.on_run(run)
-
-    def _on_failed(self, identity: str, message: Failed) -> None:
-        attempt = self._dispatcher.attempt(message.room)
-        if attempt is None or identity not in (attempt.prefill.incarnation, attempt.decode.incarnation):
-            return
-        error: RequestError = from_code(message.code, message.message, message.param)
-        node = attempt.prefill if attempt.prefill.incarnation == identity else attempt.decode
-        attempt.blamed.add(identity)
-        # Either end of a pair may be the cause.
-        if isinstance(error, TransferFailed | NodeLost):
-            attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}
-        if node is attempt.prefill:
-            attempt.prefill_over = True
-            attempt.prefill.rooms.remove(message.room)
-        else:
-            attempt.decode_over = True
-        self._dispatcher.failed(attempt, node, error)
 
     def _on_register(self, sender: MessageSender, message: Register, nbytes: int) -> None:
         if message.link_id().encode() != sender.routing_id:

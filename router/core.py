@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.messages.node_inbox import FlushCache
 from router.control_plane import ControlPlane
+from router.dispatch.attempt_messages import AttemptMessages
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.cluster_throughput import ClusterThroughput
 from router.metrics.router_metrics import RouterMetrics
@@ -38,7 +39,8 @@ class Core:
 
     def start(self) -> None:
         """Read the messages of nodes, on the running event loop."""
-        self.control.start(self.registry, self.dispatcher, self.orders, self.throughput.log_if_due)
+        attempts = AttemptMessages(self.dispatcher, self.control.rules)
+        self.control.start(self.registry, attempts, self.orders, self.throughput.log_if_due)
         self.events.start()
 
     def close(self) -> None:
