@@ -19,9 +19,14 @@ from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejec
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
     ChangeAnswered,
+    Failed,
+    FirstToken,
     Goodbye,
     Heartbeat,
+    HiddenStates,
+    PrefillDone,
     ProfileEnded,
+    PromptScores,
     Register,
     RouterMessage,
     TokenRun,
@@ -31,7 +36,7 @@ from common.messages.router_inbox import (
 from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
-from router.dispatch.attempt_messages import AttemptMessage, AttemptMessages
+from router.dispatch.attempt_messages import AttemptMessages
 from router.dispatch.turn_steps import STEPS_PER_TURN, runs_within, steps_of
 from router.nodes.message_sender import MessageSender
 from router.nodes.operator_orders import OperatorOrders
@@ -239,8 +244,16 @@ class ControlPlane:
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
                 self._socket.datagram(sender.routing_id, encode(self._ack(message.sequence, known)))
-        elif isinstance(message, AttemptMessage):
-            self._attempts.on_message(identity, message)
+        elif isinstance(message, FirstToken):
+            self._attempts.on_first_token(identity, message)
+        elif isinstance(message, PromptScores):
+            self._attempts.on_prompt_scores(identity, message)
+        elif isinstance(message, HiddenStates):
+            self._attempts.on_states(identity, message)
+        elif isinstance(message, PrefillDone):
+            self._attempts.on_prefill_done(identity, message)
+        elif isinstance(message, Failed):
+            self._attempts.on_failed(identity, message)
         elif isinstance(message, Register):
             self._on_register(sender, message, nbytes)
         elif isinstance(message, ProfileEnded | ChangeAnswered):

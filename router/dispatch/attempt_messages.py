@@ -10,11 +10,8 @@ from collections.abc import Sequence
 
 from common.errors import NodeLost, RequestError, TransferFailed, from_code
 from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, PromptScores, TokenRun
-from router.dispatch.attempt import Attempt
 from router.dispatch.dispatcher import Dispatcher
 from router.nodes.registration import RegistrationRules
-
-AttemptMessage = FirstToken | PromptScores | HiddenStates | PrefillDone | Failed
 
 
 class AttemptMessages:
@@ -23,20 +20,6 @@ class AttemptMessages:
     def __init__(self, dispatcher: Dispatcher, rules: RegistrationRules) -> None:
         self._dispatcher = dispatcher
         self._rules = rules
-
-    def on_message(self, sender: str, message: AttemptMessage) -> None:
-        if isinstance(message, FirstToken):
-            self._on_first_token(sender, message)
-        elif isinstance(message, PromptScores):
-            self._on_prompt_scores(sender, message)
-        elif isinstance(message, HiddenStates):
-            attempt = self._dispatcher.attempt(message.room)
-            if attempt is not None:
-                attempt.on_states(message, sender)
-        elif isinstance(message, PrefillDone):
-            self._on_prefill_done(sender, message)
-        else:
-            self._on_failed(sender, message)
 
     def on_runs(self, sender: str, runs: Sequence[TokenRun]) -> None:
         """Take tokens of a decode node, for as many attempts as there are runs."""
@@ -53,9 +36,9 @@ class AttemptMessages:
                 self._dispatcher.feedback.decoded(attempt, run.stages, tokens, run.accept_length)
             attempt.on_run(run)
 
-    def _on_first_token(self, sender: str, message: FirstToken) -> None:
-        attempt = self._prefilled_by(sender, message.room)
-        if attempt is None:
+    def on_first_token(self, sender: str, message: FirstToken) -> None:
+        attempt = self._dispatcher.attempt(message.room)
+        if attempt is None or attempt.prefill.incarnation != sender:
             return
         self._rules.check_tokens([message.token])
         attempt.prefill.rooms.computed(message.room)
@@ -64,25 +47,30 @@ class AttemptMessages:
             self._dispatcher.timelines.anchor(message.room, sender, message.stages)
         attempt.on_first_token(message)
 
-    def _on_prompt_scores(self, sender: str, message: PromptScores) -> None:
-        attempt = self._prefilled_by(sender, message.room)
-        if attempt is None:
+    def on_prompt_scores(self, sender: str, message: PromptScores) -> None:
+        attempt = self._dispatcher.attempt(message.room)
+        if attempt is None or attempt.prefill.incarnation != sender:
             return
         self._rules.check_scores(message.tokens)
         # The prompt bounds how many there are; after the first token the room counts none.
         if message.start + len(message.tokens) <= attempt.prefill.rooms.left(message.room):
             attempt.on_prompt_scores(message)
 
-    def _on_prefill_done(self, sender: str, message: PrefillDone) -> None:
-        attempt = self._prefilled_by(sender, message.room)
+    def on_states(self, sender: str, message: HiddenStates) -> None:
+        attempt = self._dispatcher.attempt(message.room)
         if attempt is not None:
+            attempt.on_states(message, sender)
+
+    def on_prefill_done(self, sender: str, message: PrefillDone) -> None:
+        attempt = self._dispatcher.attempt(message.room)
+        if attempt is not None and attempt.prefill.incarnation == sender:
             attempt.prefill_over = True
             attempt.prefill.rooms.remove(message.room)
             self._dispatcher.transferred(attempt, message.stages)
         # Also after the last token: timelines of ended requests get the stages of the node.
         self._dispatcher.timelines.anchor(message.room, sender, message.stages)
 
-    def _on_failed(self, sender: str, message: Failed) -> None:
+    def on_failed(self, sender: str, message: Failed) -> None:
         attempt = self._dispatcher.attempt(message.room)
         if attempt is None or sender not in (attempt.prefill.incarnation, attempt.decode.incarnation):
             return
@@ -98,8 +86,3 @@ class AttemptMessages:
         else:
             attempt.decode_over = True
         self._dispatcher.failed(attempt, node, error)
-
-    def _prefilled_by(self, sender: str, room: int) -> Attempt | None:
-        """Return the attempt if `sender` is its prefill node."""
-        attempt = self._dispatcher.attempt(room)
-        return attempt if attempt is not None and attempt.prefill.incarnation == sender else None
