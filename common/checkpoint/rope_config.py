@@ -138,7 +138,34 @@ def _partial(raw: Raw, default: float | None, where: str) -> float:
 
 
 def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
+    """Return the rope of heads that are rotated as a whole."""
     key, values = _rope_section(raw, where)
+    _refuse_unsupported(key, values, where)
+    kind = _kind(values, where)
+    where = f"{where}: {key} of type {kind!r}"
+    theta = _theta(values.get("rope_theta") or raw.get("rope_theta"), where)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == DYNAMIC:
+        # Frequencies change once a request exceeds max_position_embeddings, which no request of a server does.
+        _factor(values, where)
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind, theta, _factor(values, where))
+    if raw.get(ORIGINAL) is not None:
+        # As in transformers, the value beside the section replaces the one in it.
+        values[ORIGINAL] = raw[ORIGINAL]
+    original = int(number(values, ORIGINAL, where, max_positions, MAX_POSITIONS))
+    if not original:
+        raise ModelError(f"{where}: {ORIGINAL} must be at least 1")
+    if kind == "llama3":
+        return _llama3(values, theta, original, where)
+    if kind == LONGROPE:
+        return _longrope(values, theta, original, max_positions, where)
+    return _yarn(values, theta, original, max_positions, where)
+
+
+def _refuse_unsupported(key: str, values: Mapping[str, Any], where: str) -> None:
     if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
         raise ModelError(
             f"{where}: positions on several axes ({SECTIONS}) are supported only for models that read images"
@@ -152,6 +179,9 @@ def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
         raise ModelError(
             f"{where}: rope parameters per layer type are not supported, only one set for all layers"
         )
+
+
+def _kind(values: Mapping[str, Any], where: str) -> str:
     kind = values.get("rope_type", values.get("type", "default"))
     if "short_factor" in values:
         kind = LONGROPE  # early files of Phi-3 have other names
@@ -159,47 +189,44 @@ def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
         raise ModelError(
             f"{where}: rope type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
         )
-    where = f"{where}: {key} of type {kind!r}"
+    return str(kind)
 
-    theta = number(
-        {"rope_theta": values.get("rope_theta") or raw.get("rope_theta")}, "rope_theta", where, DEFAULT_THETA
-    )
+
+def _theta(given: object, where: str) -> float:
+    theta = number({"rope_theta": given}, "rope_theta", where, DEFAULT_THETA)
     if theta <= 1:
         raise ModelError(f"{where}: rope_theta must be above 1, found {theta}")
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == DYNAMIC:
-        # Frequencies change once a request exceeds max_position_embeddings, which no request of a server does.
-        _factor(values, where)
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(kind, theta, _factor(values, where))
-    outer = raw.get(ORIGINAL)  # the outer value wins, as in transformers
-    if outer is not None:
-        values[ORIGINAL] = outer
-    original = int(number(values, ORIGINAL, where, max_positions, MAX_POSITIONS))
-    if not original:
-        raise ModelError(f"{where}: {ORIGINAL} must be at least 1")
-    if kind == "llama3":
-        low = number(values, "low_freq_factor", where, most=MAX_FACTOR)
-        high = number(values, "high_freq_factor", where, most=MAX_FACTOR)
-        if high <= low:
-            raise ModelError(
-                f"{where}: llama3 rope needs high_freq_factor {high} above low_freq_factor {low}"
-            )
-        return RopeConfig(kind, theta, _factor(values, where), original, low, high)
+    return theta
+
+
+def _llama3(values: Mapping[str, Any], theta: float, original: int, where: str) -> RopeConfig:
+    low = number(values, "low_freq_factor", where, most=MAX_FACTOR)
+    high = number(values, "high_freq_factor", where, most=MAX_FACTOR)
+    if high <= low:
+        raise ModelError(f"{where}: llama3 rope needs high_freq_factor {high} above low_freq_factor {low}")
+    return RopeConfig("llama3", theta, _factor(values, where), original, low, high)
+
+
+def _longrope(
+    values: Mapping[str, Any], theta: float, original: int, max_positions: int, where: str
+) -> RopeConfig:
     factor = _factor(values, where, max_positions / original)
-    if kind == LONGROPE:
-        short, long = (_factors(values, key, where) for key in ("short_factor", "long_factor"))
-        if len(short) != len(long):
-            raise ModelError(
-                f"{where}: {len(short)} short and {len(long)} long factors; both are one per frequency"
-            )
-        rope = RopeConfig(kind, theta, factor, original, short_factors=short, long_factors=long)
-        attention = _longrope_attention_factor(values, factor, original, where)
-        return replace(rope, attention_factor=attention).for_length(max_positions)
+    short, long = (_factors(values, key, where) for key in ("short_factor", "long_factor"))
+    if len(short) != len(long):
+        raise ModelError(
+            f"{where}: {len(short)} short and {len(long)} long factors; both are one per frequency"
+        )
+    rope = RopeConfig(LONGROPE, theta, factor, original, short_factors=short, long_factors=long)
+    attention = _longrope_attention_factor(values, factor, original, where)
+    return replace(rope, attention_factor=attention).for_length(max_positions)
+
+
+def _yarn(
+    values: Mapping[str, Any], theta: float, original: int, max_positions: int, where: str
+) -> RopeConfig:
+    factor = _factor(values, where, max_positions / original)
     return RopeConfig(
-        kind,
+        YARN,
         theta,
         factor,
         original,
