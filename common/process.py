@@ -2,7 +2,8 @@
 
 Exit codes: 0 drained, 1 a defect (in the log is a traceback, or the stacks of a process that did not end), 2 the
 configuration or the model cannot be served, or no router takes the node, 3 the main loop or the start of a node hung
-(stacks in the log), 4 a rank of a node has failed (the reason is in the log).
+(stacks in the log), 4 a rank of a node has failed (the reason is in the log), 5 a thread of a node has failed (its
+stack is in the log).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from common.errors import ConfigError, ModelError, NodeRefused, RankFailed
 from common.huge_pages import use_huge_pages
 from common.launch_record import launch_record
 from common.observability import logs
-from common.observability.failed_threads import failed_threads
+from common.observability.failed_threads import end_with_failed_threads
 from common.observability.logs import Log
 from common.observability.loop_watchdog import loop_watchdog
 from common.observability.startup import StartupReporter
@@ -162,7 +163,7 @@ def run_node(
         with _ready_file(resolved, name) as ready, contextlib.ExitStack() as starting:
             starting.enter_context(reporter.watched(health.start_hang_timeout))
             build = import_build(resolved, name)
-            with reporter.times.counting(), failed_threads(log, ends=True):
+            with reporter.times.counting(), end_with_failed_threads(log):
                 built = build(resolved, name, reporter, log)
 
             def started() -> None:
@@ -190,7 +191,7 @@ def run_node(
             gc.collect()
             gc.freeze()
             log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
-            with failed_threads(log, ends=True):
+            with end_with_failed_threads(log):
                 built.start()
                 started()
                 with loop_watchdog(built.overdue, hung_limit, log):

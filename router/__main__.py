@@ -14,7 +14,7 @@ import uvloop
 from common.config import Resolved
 from common.config.router_processes import RouterProcess, router_name, router_process
 from common.huge_pages import use_huge_pages
-from common.observability.failed_threads import failed_threads
+from common.observability.failed_threads import log_failed_threads
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import (
@@ -84,7 +84,7 @@ def main(
     """Run a router until SIGTERM or SIGINT asks it to drain."""
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
-        with failed_threads(log, ends=False):
+        with log_failed_threads(log):
             uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log))
 
     run_process(router_name(process), cluster, set_, status_fd, body)

@@ -34,7 +34,7 @@ from common.node.ranks.messages import Begin, Gathered, Given, Loading, StartFai
 from common.node.ranks.service import RankService, RankWork
 from common.node.ranks.start_channel import StartChannel
 from common.observability import logs
-from common.observability.failed_threads import failed_threads
+from common.observability.failed_threads import end_with_failed_threads
 from common.observability.logs import Log
 from common.observability.start_progress import StartProgress, progressed, waiting_for_ranks
 from common.observability.start_watchdog import start_watchdog
@@ -166,7 +166,7 @@ def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) 
     beat = Beat(member.board, member.begin.rank, lambda: member.group.waited)
     beat.start()
     report_compilations(lambda kernel, seconds: progressed(f"compiled {kernel.partition('[')[0]}"))
-    with member.starting(log), failed_threads(log, ends=True):
+    with member.starting(log), end_with_failed_threads(log):
         built = build(member, log)
         gc.collect()
         gc.freeze()
@@ -182,7 +182,7 @@ def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) 
         built.spin_seconds,
     )
     try:
-        with failed_threads(log, ends=True):
+        with end_with_failed_threads(log):
             loop.run()
     finally:
         gc.unfreeze()

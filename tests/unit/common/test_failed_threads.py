@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.observability.failed_threads import EXIT_THREAD_FAILED, failed_threads
+from common.observability.failed_threads import EXIT_THREAD_FAILED, log_failed_threads
 from common.observability.logs import Log
 from common.observability.loop_watchdog import HangMeter
 from tests.fakes.waiting import PATIENCE
@@ -17,11 +17,11 @@ from tests.fakes.waiting import PATIENCE
 PROGRAM = """
 import sys, threading, time
 from common.observability import logs
-from common.observability.failed_threads import failed_threads
+from common.observability import failed_threads
 from common.observability.logs import Log
 from common.observability.loop_watchdog import HangMeter
 logs.configure("node", "info")
-with failed_threads(Log("node"), ends=sys.argv[1] == "ends"):
+with getattr(failed_threads, sys.argv[1])(Log("node")):
     thread = threading.Thread(target=HangMeter.exceeded, args=(None, 1.0, 1.0), name="pages", daemon=True)
     thread.start()
     thread.join()
@@ -40,14 +40,18 @@ class Notes(Log):
         self.errors.append((event, fields))
 
 
-def run(ends: str) -> subprocess.CompletedProcess[str]:
+def run(context: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, ends], timeout=PATIENCE, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, context],
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_a_node_ends_with_a_thread_that_has_failed() -> None:
-    ended = run("ends")
+    ended = run("end_with_failed_threads")
     assert ended.returncode == EXIT_THREAD_FAILED
     assert "a thread has failed: the process ends" in ended.stderr
     assert "AttributeError" in ended.stderr
@@ -55,7 +59,7 @@ def test_a_node_ends_with_a_thread_that_has_failed() -> None:
 
 
 def test_a_router_goes_on_and_says_so() -> None:
-    ended = run("goes on")
+    ended = run("log_failed_threads")
     assert (ended.returncode, ended.stdout) == (0, "goes on\n")
     assert "a thread has failed: restart this process when its streams have ended" in ended.stderr
 
@@ -63,7 +67,7 @@ def test_a_router_goes_on_and_says_so() -> None:
 def test_threads_of_libraries_are_left_to_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     left, notes = list[threading.ExceptHookArgs](), Notes()
     monkeypatch.setattr(threading, "excepthook", left.append)
-    with failed_threads(notes, ends=False):
+    with log_failed_threads(notes):
         for target in (int, HangMeter):
             thread = threading.Thread(target=target, args=("no number", 1, 2), name=target.__name__)
             thread.start()
