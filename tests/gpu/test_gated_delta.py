@@ -113,7 +113,8 @@ def test_a_graph_records_both() -> None:
     def run() -> tuple[Tensor, Tensor]:
         kept = layer.conv, layer.recurrent
         prompt = delta_extend(projected, *layer.weights, *kept, index, starts, lengths)
-        return prompt, delta_step(projected, *layer.weights, *kept, window, index, index, pending)
+        new = projected.clone()  # not chained: the step may read the planes only after it
+        return prompt, delta_step(new, *layer.weights, *kept, window, index, index, pending)
 
     run()
     graph = torch.cuda.CUDAGraph()
