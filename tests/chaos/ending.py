@@ -32,9 +32,9 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]], seconds: float = END_S
     return []
 
 
-async def end_task(task: asyncio.Task[Any]) -> None:
+async def end_task(task: asyncio.Task[Any], seconds: float = END_SECONDS) -> None:
     """Cancel a task and wait for it as `end_tasks` does. Raises what it has raised by itself."""
-    await end_tasks([task])
+    await end_tasks([task], seconds)
     if task.done() and not task.cancelled():
         task.result()
 

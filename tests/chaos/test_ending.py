@@ -20,14 +20,18 @@ from tests.cluster.harness import ROOT
 from tests.fakes.waiting import PATIENCE
 
 PROGRAM = """
-import time
+import threading, time
 from concurrent.futures import ThreadPoolExecutor
 from tests.chaos.ending import exit_within
 
+begun = threading.Event()
+
 def blocked():
+    begun.set()
     time.sleep(60)
 
 ThreadPoolExecutor(1).submit(blocked)
+begun.wait()
 print("written")
 exit_within(0.2)
 """
@@ -94,7 +98,7 @@ async def test_tasks_that_ignore_their_cancellation_are_cancelled_again_and_then
     assert await end_tasks([forgetful], PATIENCE) == []
     (left,) = await end_tasks([deaf], 0.05)
     assert left.startswith(f"{ignores.__qualname__} at {__file__}:")
-    assert await end_tasks([deaf]) == []
+    assert await end_tasks([deaf], PATIENCE) == []
 
 
 async def test_a_task_that_failed_by_itself_is_not_ended_in_silence() -> None:
@@ -105,7 +109,7 @@ async def test_a_task_that_failed_by_itself_is_not_ended_in_silence() -> None:
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="has a defect"):
         await end_task(failing)
-    await end_task(endless)
+    await end_task(endless, PATIENCE)
     assert endless.done()
 
 

@@ -79,7 +79,7 @@ def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there
     (deploy.parent / ".venv").symlink_to(environment)
     if there:
         other.mkdir()
-    ran = subprocess.run([deploy / "setup"], capture_output=True, text=True, check=False, timeout=20)
+    ran = subprocess.run([deploy / "setup"], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ran.returncode == (2 if there else 0)
     assert (tmp_path / "ran").exists() is not there
     assert (environment / ".tandem").exists() is not there
