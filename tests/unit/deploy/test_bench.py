@@ -23,6 +23,7 @@ from deploy.load_generator.stream import RequestTimes, stream_completion
 from deploy.load_generator.summary import Limits, percent, summarise
 from tests.cluster.harness import ROOT
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
+from tests.fakes.waiting import PATIENCE
 
 ANSWER: list[Event] = [token("a"), token("b"), token("c"), *finish(5), DONE]
 
@@ -84,20 +85,21 @@ async def run_loop(server: OpenAiServer, clients: int, count: int) -> list[Reque
 
 async def test_an_open_loop_waits_for_no_answer() -> None:
     """Nobody is answered before all requests are there."""
-    found = await asyncio.wait_for(run_loop(OpenAiServer(ANSWER, hold=10), 0, 10), 60)
+    found = await asyncio.wait_for(run_loop(OpenAiServer(ANSWER, hold=10), 0, 10), PATIENCE)
     assert [each.error for each in found] == [""] * 10
 
 
 async def test_a_closed_loop_has_one_request_per_client() -> None:
     server = OpenAiServer(ANSWER, hold=3)
-    found = await asyncio.wait_for(run_loop(server, 3, 10), 60)
+    found = await asyncio.wait_for(run_loop(server, 3, 10), PATIENCE)
     assert [each.error for each in found] == [""] * 10
     assert server.most_at_once == 3
 
 
 @pytest.mark.parametrize(
     ("due", "max_overdue", "sent"),
-    [([0.0] * 3, 2, 3), ([0.0] * 5 + [0.3] * 4, 4, 5), ([0.0] * 5 + [0.3] * 4, 5, 9)],
+    # Only a request that was due earlier than the last one can be overdue, however late the last one is sent.
+    [([0.0] * 3, 2, 3), ([0.0] * 5 + [0.3] * 4, 4, 5), ([0.0] * 5 + [0.3], 5, 6)],
 )
 async def test_a_server_that_does_not_keep_up_ends_an_impatient_loop(
     due: list[float], max_overdue: int, sent: int
@@ -108,10 +110,10 @@ async def test_a_server_that_does_not_keep_up_ends_an_impatient_loop(
     async with serving(server), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
         early_stop = EarlyStop(overdue=0.2, max_overdue=max_overdue, drain=0.2)
-        run = await asyncio.wait_for(open_loop(target, plan, early_stop=early_stop), 30)
+        run = await asyncio.wait_for(open_loop(target, plan, early_stop=early_stop), PATIENCE)
     assert [each.error for each in run.requests] == [CUT_OFF] * sent
     assert (run.outstanding, run.unsent) == (sent, len(due) - sent)
-    assert 0.2 < run.seconds < 20
+    assert run.seconds > 0.2
     assert all(each.lag > 0 for each in run.requests)
 
 
@@ -120,7 +122,7 @@ async def test_a_patient_loop_waits_for_late_answers() -> None:
     plan = [PlannedRequest(each, (Segment((0, 0), 4),), 1) for each in (0.0, 0.2)]
     async with serving(server), aiohttp.ClientSession() as session:
         target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
-        run = await open_loop(target, plan, early_stop=EarlyStop(overdue=0.01, max_overdue=1, drain=30))
+        run = await open_loop(target, plan, early_stop=EarlyStop(overdue=0.01, max_overdue=1, drain=PATIENCE))
     assert [each.error for each in run.requests] == ["", ""]
     assert (run.outstanding, run.unsent) == (0, 0)
 

@@ -36,6 +36,13 @@ SETTINGS = PlannerSettings(first_token_ms=500, gap_ms=50, window=2, interval=0.5
 KEY = "secret"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the planner wait for servers of this process, which may be kept from running, longer than for a network."""
+    for module in ("routers", "changers"):
+        monkeypatch.setattr(f"deploy.planning.{module}.ANSWER_SECONDS", PATIENCE)
+
+
 @dataclass
 class FakeRouter:
     """Answers /server_info and /metrics, and changes roles."""

@@ -64,8 +64,9 @@ def test_without_a_place_for_its_file_the_remedy_is_one_that_helps(
 ) -> None:
     """A model has no cluster file yet that could set process.run_dir."""
     found = target(str(model(tmp_path / "mine")))
-    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_123)
-    base = Path("/tmp/tandem-4000000123")  # of another user, who was faster
+    nobody = 4_000_000_000 + os.getpid()  # in no other run of this test
+    monkeypatch.setattr(os, "getuid", lambda: nobody)
+    base = Path(f"/tmp/tandem-{nobody}")  # of another user, who was faster
     try:
         with pytest.raises(ConfigError, match="belongs to another user; .*set XDG_RUNTIME_DIR"):
             found.cluster_file  # noqa: B018

@@ -30,6 +30,12 @@ INF = math.inf
 TINY_TARGET = Path(__file__).parents[3] / "deploy" / "tiny_models" / "tiny-target"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for servers of this process, which may be kept from running, longer than for a network."""
+    monkeypatch.setattr(top_cli, "ANSWER_SECONDS", PATIENCE)
+
+
 def counters(**changed: Any) -> dict[str, Any]:
     graphs = [{"replays": 90, "fallbacks": {"too_long": 10}}, {"replays": 0, "fallbacks": {}}]
     return {
