@@ -13,6 +13,7 @@ import zmq
 
 from common.errors import (
     CacheDamaged,
+    ClientGone,
     Moved,
     NodeLost,
     Overloaded,
@@ -238,7 +239,7 @@ class PrefillNode:
     def abort(self, router: ToRouter, room: int, reason: str) -> None:
         request = self.queues.find(room)
         if request is not None and request.router is router:
-            self._end(request, "client_gone", reason)
+            self._fail(request, ClientGone(reason))
 
     def pair_lost(self, router: ToRouter, incarnation: str) -> None:
         self._lose(lambda each: each.router is router and each.decode == incarnation, DECODE_GONE)
@@ -250,7 +251,7 @@ class PrefillNode:
     def peer_draining(self, router: ToRouter, incarnation: str) -> None:
         for request in list(self.queues.waiting.values()):
             if request.router is router and request.decode == incarnation:
-                self._end(request, Moved.code, "its decode node drains, and its prompt has not begun")
+                self._fail(request, Moved("its decode node drains, and its prompt has not begun"))
 
     def flush_cache(self) -> None:
         self._space.flush()
@@ -263,7 +264,7 @@ class PrefillNode:
         """End the requests that are `lost`; return how many there were."""
         found = [each for each in self.queues.live() if lost(each)]
         for request in found:
-            self._end(request, NodeLost.code, reason)
+            self._fail(request, NodeLost(reason))
         return len(found)
 
     def sweep(self, now: float) -> None:
@@ -272,7 +273,7 @@ class PrefillNode:
             self.peer_lost(peer.leader)
         for request in self.queues.live():
             if now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
-                self._end(request, TransferFailed.code, "its images did not reach the prefill node")
+                self._fail(request, TransferFailed("its images did not reach the prefill node"))
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class PrefillNode:
         )
         if reason is not None:
             self._keep(request)
-            self._end(request, "finished", "the request ended with its first token", tell_router=False)
+            self._end(request, "finished", "the request ended with its first token")
             return
         request.first_token = token
         self.queues.handing_over[request.room] = self.queues.computing.pop(request.room)
@@ -369,17 +370,16 @@ class PrefillNode:
             self._stop(request)
         self._release_if_settled(request)
 
-    def _end(self, request: PrefillRequest, code: str, reason: str, tell_router: bool = True) -> None:
+    def _end(self, request: PrefillRequest, code: str, reason: str) -> None:
         """End a request. Its pages are freed once its launches and writes have settled."""
         self._stop(request)
         self._events.add("ended", request.room, code=code)
         self._sender.cancel(request.room, code, reason)
-        if tell_router:
-            request.router.send(Failed(room=request.room, code=code, message=reason))
         self._release_if_settled(request)
 
     def _fail(self, request: PrefillRequest, error: RequestError) -> None:
-        self._end(request, error.code, str(error), tell_router=False)
+        """End a request and tell its router why."""
+        self._end(request, error.code, str(error))
         request.router.send(Failed.of(request.room, error))
 
     def _stop(self, request: PrefillRequest) -> None:
