@@ -224,22 +224,41 @@ def node_series(model: str, nodes: Iterable[Node], own: RouterCounts | None) -> 
     """Yield all series of some nodes but those of graphs and placement; with those of the router if `own` is given."""
     labelled = [((model, node.name, node.role), node) for node in nodes]
     router = (model, "router", "router")
+    yield from _gauges(labelled, own, router)
+    yield from _counters(labelled, own, router)
+    yield from _histograms(labelled)
+    yield from _by_reason(labelled, own, router)
+    yield from _of_steps(labelled)
+    yield from _states(labelled)
+
+
+_Labels = tuple[str, str, str]  # the values of LABELS
+_Labelled = Sequence[tuple[_Labels, Node]]
+
+
+def _gauges(labelled: _Labelled, own: RouterCounts | None, router: _Labels) -> Iterator[Metric]:
     for name, gauge in GAUGES.items():
-        shown = GaugeMetricFamily(name, gauge.text, labels=LABELS)
+        family = GaugeMetricFamily(name, gauge.text, labels=LABELS)
         for values, node in labelled:
             if node.role in gauge.roles:
-                shown.add_metric(values, gauge.read(node.load))
+                family.add_metric(values, gauge.read(node.load))
         if own is not None and name == WAITING:
-            shown.add_metric(router, own.waiting)
-        yield shown
+            family.add_metric(router, own.waiting)
+        yield family
+
+
+def _counters(labelled: _Labelled, own: RouterCounts | None, router: _Labels) -> Iterator[Metric]:
     for name, counter in COUNTERS.items():
-        counted = CounterMetricFamily(name, counter.text, labels=LABELS)
+        family = CounterMetricFamily(name, counter.text, labels=LABELS)
         for values, node in labelled:
             if node.role in counter.roles:
-                counted.add_metric(values, counter.read(node.counters))
+                family.add_metric(values, counter.read(node.counters))
         if own is not None and name == REFUSED:
-            counted.add_metric(router, own.refused)
-        yield counted
+            family.add_metric(router, own.refused)
+        yield family
+
+
+def _histograms(labelled: _Labelled) -> Iterator[Metric]:
     for histogram in HISTOGRAMS:
         for name in histogram.names:
             family = HistogramMetricFamily(name, histogram.text, labels=LABELS)
@@ -249,17 +268,9 @@ def node_series(model: str, nodes: Iterable[Node], own: RouterCounts | None) -> 
                     counts = totals.counts or (0,) * (len(histogram.bounds) + 1)
                     family.add_metric(values, bucket_rows(histogram.bounds, counts), totals.sum)
             yield family
-    yield from _by_reason(labelled, own, router)
-    yield from _of_steps(labelled)
-    yield from _states(labelled)
 
 
-_Labelled = Sequence[tuple[tuple[str, str, str], Node]]
-
-
-def _by_reason(
-    labelled: _Labelled, own: RouterCounts | None, router: tuple[str, str, str]
-) -> Iterator[Metric]:
+def _by_reason(labelled: _Labelled, own: RouterCounts | None, router: _Labels) -> Iterator[Metric]:
     """Yield what vLLM breaks down: waiting requests, KV that is fetched, sources of prompt tokens."""
     reasons = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
