@@ -240,7 +240,7 @@ class DecodeNode:
         self._move_transfers()
         for request in (*self.queues.waiting, *self.queues.transferring.values()):
             if request.router is router and request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost.code, "the prefill node of this request was lost")
+                self._fail(request, NodeLost("the prefill node of this request was lost"))
 
     def peer_lost(self, incarnation: str) -> None:
         """Fail reservations that wait for pages. The receiver's events fail transfers in progress.
@@ -251,7 +251,7 @@ class DecodeNode:
         self._peers.lost(incarnation)
         for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost.code, "the prefill node of this request was lost")
+                self._fail(request, NodeLost("the prefill node of this request was lost"))
 
     def peer_draining(self, router: ToRouter, incarnation: str) -> None:
         """No-op: a prefill node that drains finishes its prompts, whose pages this node expects."""
@@ -264,7 +264,7 @@ class DecodeNode:
         lost = [each for each in self.queues.live() if each.router is router and not each.ended]
         for request in lost:
             # Still report it: if the router had only stalled, it continues to rely on this node.
-            self._fail(request, NodeLost.code, "this decode node lost its router")
+            self._fail(request, NodeLost("this decode node lost its router"))
         if last:
             self._peers.all_lost()
         return len(lost)
@@ -274,7 +274,7 @@ class DecodeNode:
         self.queues.sort_waiting(now)
         for request in self.queues.live():
             if not request.ended and now > request.deadline:
-                self._fail(request, DeadlineExceeded.code, "the request's deadline passed on the decode node")
+                self._fail(request, DeadlineExceeded("the request's deadline passed on the decode node"))
         self._peers.close_unused({request.prefill.incarnation for request in self.queues})
 
     def _check(self, request: DecodeRequest) -> None:
@@ -319,7 +319,7 @@ class DecodeNode:
         self._receiver.close(request.room)
         problem = take_record(request, event, self._draft, self._limits.vocab_size, self._clock())
         if problem is not None:
-            self._fail(request, TransferFailed.code, problem)
+            self._fail(request, TransferFailed(problem))
             return
         self._report.transfers += 1
         self._events.add("accepted", request.room, id=event.record.first_token)
@@ -331,7 +331,7 @@ class DecodeNode:
         if request.ended:
             return
         if not intact:
-            self._fail(request, CacheDamaged.code, "a prefix of it in host memory has changed")
+            self._fail(request, CacheDamaged("a prefix of it in host memory has changed"))
         elif request in self.queues.arrived:
             self._pages.keep(request)
 
@@ -387,12 +387,11 @@ class DecodeNode:
                     queue.remove(request)
             self._resources.vacate(request)
 
-    def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
-        """Drop a request and tell the router. The request may be in any queue or in none."""
-        request.router.send(Failed(room=request.room, code=code, message=reason))
-        self._drop(request, reason)
+    def _fail(self, request: DecodeRequest, error: RequestError) -> None:
+        """Drop a request and tell its router why. The request may be in any queue or in none."""
+        request.router.send(Failed.of(request.room, error))
+        self._drop(request, str(error))
 
     def _fail_all(self, failures: Iterable[tuple[DecodeRequest, RequestError]]) -> None:
         for request, error in failures:
-            request.router.send(Failed.of(request.room, error))
-            self._drop(request, str(error))
+            self._fail(request, error)
