@@ -223,7 +223,6 @@ class Dispatcher:
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
-        loop = asyncio.get_running_loop()
         limits = self._limits
         self._pairs.check_busy(flight)
         retries: Retries | None = None
@@ -241,34 +240,46 @@ class Dispatcher:
                 self.poison.completed(flight)
                 return
             except RequestError as error:
-                request = flight.request.request_id
-                self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
-                elsewhere = self._placer.has_others(flight.avoid)
-                # The router itself put other suspects beside it: a crash there is no failure of the request.
-                progress = len(flight.delivered) > before or flight.shared_trial
                 if retries is None:
                     retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
-                pause = retries.pause(error, progress, elsewhere, loop.time())
-                if pause is None or flight.aborted:
+                pause = self._pause_after(error, flight, len(flight.delivered) > before, retries)
+                if pause is None:
                     raise
-                if retries.repeated and not self._budget.take():
-                    self._metrics.placement.over_budget.inc()
-                    reason = f"the retry budget of the cluster is used up; the last failure: {error}"
-                    raise Unavailable(reason) from error
-                self._metrics.retries.labels(error.code).inc()
-                if not isinstance(error, Moved):
-                    flight.queued = None
-                if not isinstance(error, Overloaded | Moved):
-                    self._log.warning(
-                        "placing a request again",
-                        request_id=request,
-                        attempt=flight.attempts,
-                        tokens=len(flight.delivered),
-                        reason=str(error),
-                        pause=round(pause, 3),
-                    )
             if pause:
                 await self.pause(pause)
+
+    def _pause_after(
+        self, error: RequestError, flight: InFlight, progress: bool, retries: Retries
+    ) -> float | None:
+        """Return the seconds until the request is placed again after a failed attempt; None if `error` ends it.
+
+        `progress`: the attempt yielded tokens. Raises Unavailable if the retry budget is used up.
+        """
+        request = flight.request.request_id
+        self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
+        elsewhere = self._placer.has_others(flight.avoid)
+        # The router itself put other suspects beside it: a crash there is no failure of the request.
+        progress = progress or flight.shared_trial
+        pause = retries.pause(error, progress, elsewhere, asyncio.get_running_loop().time())
+        if pause is None or flight.aborted:
+            return None
+        if retries.repeated and not self._budget.take():
+            self._metrics.placement.over_budget.inc()
+            reason = f"the retry budget of the cluster is used up; the last failure: {error}"
+            raise Unavailable(reason) from error
+        self._metrics.retries.labels(error.code).inc()
+        if not isinstance(error, Moved):
+            flight.queued = None
+        if not isinstance(error, Overloaded | Moved):
+            self._log.warning(
+                "placing a request again",
+                request_id=request,
+                attempt=flight.attempts,
+                tokens=len(flight.delivered),
+                reason=str(error),
+                pause=round(pause, 3),
+            )
+        return pause
 
     async def pause(self, seconds: float) -> None:
         """Wait, but no longer than until `end_all`: its error must reach the client before the connection closes."""
