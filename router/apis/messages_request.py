@@ -178,20 +178,9 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
     if chat.ends_with_assistant:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     choice, output = request.tool_choice, request.output_config or OutputConfig()
-    if output.effort is not None:
-        if output.effort not in EFFORTS:
-            raise InvalidRequest(
-                f"output_config.effort must be one of {', '.join(EFFORTS)}", param="output_config.effort"
-            )
-        fields["reasoning_effort"] = output.effort
     if output.format is not None:
         fields["response_format"] = _response_format(output.format)
-    if request.thinking is not None and not (output.effort and request.thinking.type in _THINKS):
-        if request.thinking.type not in _EFFORTS:
-            raise unsupported_part(request.thinking.type, "thinking", ", ".join(_EFFORTS))
-        fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
-    if request.thinking is not None and request.thinking.display == "omitted":
-        fields["include_reasoning"] = False
+    fields |= _reasoning(output.effort, request.thinking)
     tools, places = _loaded_tools(request)
     fields |= {
         "model": request.model,
@@ -201,6 +190,24 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
     }
     return MessagesTask(chat=chat.build(fields), places={**chat.places, **places})
+
+
+def _reasoning(effort: str | None, thinking: Thinking | None) -> dict[str, Any]:
+    """Return the fields of a chat that say how much the model reasons, and whether the answer shows it."""
+    fields: dict[str, Any] = {}
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise InvalidRequest(
+                f"output_config.effort must be one of {', '.join(EFFORTS)}", param="output_config.effort"
+            )
+        fields["reasoning_effort"] = effort
+    if thinking is not None and not (effort and thinking.type in _THINKS):
+        if thinking.type not in _EFFORTS:
+            raise unsupported_part(thinking.type, "thinking", ", ".join(_EFFORTS))
+        fields["reasoning_effort"] = _EFFORTS[thinking.type]
+    if thinking is not None and thinking.display == "omitted":
+        fields["include_reasoning"] = False
+    return fields
 
 
 def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
