@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -15,7 +15,7 @@ from types import FrameType
 import msgspec
 
 from common.cleaned_directories import exempt_from_cleaning
-from common.config import Resolved
+from common.config import Cluster, Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.router_processes import names_of, names_router, router_hosts
 from common.config.run_directory import run_directory, unwritable
@@ -57,6 +57,36 @@ def already_running(table: Table | None, cluster: Path) -> AlreadyRunning:
     return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down {cluster}")
 
 
+def _refuse_unstartable(cluster: Cluster) -> None:
+    """Raise ConfigError if deploy/up cannot start this cluster by itself."""
+    for role, entries in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
+        if all(is_pattern(entry.name) for entry in entries):
+            raise ConfigError(
+                f"{role}.nodes",
+                f"deploy/up starts the nodes that the file lists, and {entries[0].name} lists none; list one, or "
+                f"start every process with its deploy/launch_* script",
+            )
+    if cluster.router.port == 0:
+        raise ConfigError("router.port", "deploy/up needs a fixed port: set one")
+    if len(router_hosts(cluster.router)) > 1:
+        raise ConfigError(
+            "router.control_address",
+            "deploy/up runs a cluster of one host; start routers on several hosts with deploy/launch_router",
+        )
+
+
+def _processes(cluster: Cluster) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each process, and its module with the arguments that are its own; routers first."""
+    for index, name in enumerate(names_of(cluster)):
+        yield name, ["router", "--process", str(index)]
+    for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
+        for node in nodes:
+            if not is_pattern(node.name) and cluster.starts_as(node.name, role):
+                movable = cluster.movable.role_of(node.name) is not None
+                module = "deploy.movable_node" if movable else f"{role}_node"
+                yield node.name, [module, "--name", node.name]
+
+
 class Supervisor:
     """Supervises one cluster: call `start`, then `watch`, which returns when a stop is requested, then `stop`."""
 
@@ -64,20 +94,7 @@ class Supervisor:
         self._resolved = resolved
         self._run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
-        for role, entries in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
-            if all(is_pattern(entry.name) for entry in entries):
-                raise ConfigError(
-                    f"{role}.nodes",
-                    f"deploy/up starts the nodes that the file lists, and {entries[0].name} lists none; list one, or "
-                    f"start every process with its deploy/launch_* script",
-                )
-        if cluster.router.port == 0:
-            raise ConfigError("router.port", "deploy/up needs a fixed port: set one")
-        if len(router_hosts(cluster.router)) > 1:
-            raise ConfigError(
-                "router.control_address",
-                "deploy/up runs a cluster of one host; start routers on several hosts with deploy/launch_router",
-            )
+        _refuse_unstartable(cluster)
         scheme = "http" if resolved.tls_paths is None else "https"
         self.url = local_url(cluster.router.host, cluster.router.port, scheme)
         self._admin_socket = admin_listeners(resolved).socket
@@ -90,16 +107,8 @@ class Supervisor:
             raise unwritable(self._run_dir, error.strerror or str(error)) from error
         common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
         children = [
-            Child(name, ["router", "--process", str(index), *common], logs / f"{name}.log")
-            for index, name in enumerate(names_of(cluster))
+            Child(name, [*command, *common], logs / f"{name}.log") for name, command in _processes(cluster)
         ]
-        for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
-            for node in (each for each in nodes if not is_pattern(each.name)):
-                if cluster.starts_as(node.name, role):
-                    movable = cluster.movable.role_of(node.name) is not None
-                    module = "deploy.movable_node" if movable else f"{role}_node"
-                    command = [module, "--name", node.name, *common]
-                    children.append(Child(node.name, command, logs / f"{node.name}.log"))
         self._kept = contextlib.ExitStack()
         self._stop_requested = False
         self._problems: list[str] = []
