@@ -49,17 +49,26 @@ class AnswerStates:
         del self._prompt[max(known - self.first, 0) * self._row :]
         self._given = tokens
 
-    def add(self, start: int, data: bytes, decoded: bool) -> None:
-        """Add consecutive states. `decoded`: they come from the decode node. Raises InternalError for wrong ones."""
-        rows, part = self._decoded if decoded else self._prompt, len(data) % self._row
-        begin, most = (self._given, self._most) if decoded else (self.first, self._given)
-        held = begin + len(rows) // self._row
-        if part or not data or start != held or held + len(data) // self._row > most:
-            role = "decode" if decoded else "prefill"
+    def add_prefilled(self, start: int, data: bytes) -> None:
+        """Add consecutive states from the prefill node, position `start` first. Raises InternalError for wrong ones."""
+        if not self._follows(start, data, self.first, self._prompt, self._given):
             raise InternalError(
-                f"the {role} node sent hidden states of other positions than those that follow"
+                "the prefill node sent hidden states of other positions than those that follow"
             )
-        rows += data
+        self._prompt += data
+
+    def add_decoded(self, start: int, data: bytes) -> None:
+        """Add consecutive states from the decode node, position `start` first. Raises InternalError for wrong ones."""
+        if not self._follows(start, data, self._given, self._decoded, self._most):
+            raise InternalError(
+                "the decode node sent hidden states of other positions than those that follow"
+            )
+        self._decoded += data
+
+    def _follows(self, start: int, data: bytes, first: int, held: bytearray, end: int) -> bool:
+        """Return whether whole states of `data` follow those that are held from `first` on, and precede `end`."""
+        following, part = first + len(held) // self._row, len(data) % self._row
+        return bool(data) and not part and start == following and start + len(data) // self._row <= end
 
     @property
     def max_bytes(self) -> int:

@@ -90,12 +90,13 @@ class Attempt(msgspec.Struct, eq=False):
 
     def on_states(self, message: HiddenStates, incarnation: str) -> None:
         """Add hidden states from one of the nodes, the one with this incarnation."""
-        decoded = incarnation == self.decode.incarnation
-        known = decoded or incarnation == self.prefill.incarnation
-        if self.states is None or not known or self.error is not None:
+        if self.states is None or self.error is not None:
             return
         try:
-            self.states.add(message.start, message.states, decoded)
+            if incarnation == self.decode.incarnation:
+                self.states.add_decoded(message.start, message.states)
+            elif incarnation == self.prefill.incarnation:
+                self.states.add_prefilled(message.start, message.states)
         except InternalError as error:
             self.fail(error)
 

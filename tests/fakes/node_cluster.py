@@ -614,7 +614,9 @@ class NodeCluster:
                 call = self.by_room.get(message.room)
                 if call is not None:
                     assert call.states is not None, "hidden states that nobody asked for"
-                    call.states.add(message.start, message.states, isinstance(side, DecodeSide))
+                    decoded = isinstance(side, DecodeSide)
+                    add = call.states.add_decoded if decoded else call.states.add_prefilled
+                    add(message.start, message.states)
             elif isinstance(message, PrefillDone):
                 call = self.by_room.get(message.room)
                 if call is not None:

@@ -94,10 +94,10 @@ async def test_states_that_nobody_asked_for_are_dropped() -> None:
 def test_no_node_sends_more_than_the_answer_can_have() -> None:
     collected = AnswerStates(0, 2, 2, SIZE)
     collected.resume(2)
-    collected.add(0, rows(0, 1), decoded=False)
-    collected.add(2, rows(2, 3), decoded=True)
+    collected.add_prefilled(0, rows(0, 1))
+    collected.add_decoded(2, rows(2, 3))
     with pytest.raises(InternalError):
-        collected.add(4, rows(4), decoded=True)
+        collected.add_decoded(4, rows(4))
     with pytest.raises(InternalError, match="left out"):
         collected.count(4)
 
@@ -105,11 +105,11 @@ def test_no_node_sends_more_than_the_answer_can_have() -> None:
 def test_states_with_a_gap_before_them_are_computed_again() -> None:
     collected = AnswerStates(0, 3, 10, SIZE)
     collected.resume(3)
-    collected.add(0, rows(0, 1), decoded=False)
-    collected.add(3, rows(3, 4), decoded=True)
+    collected.add_prefilled(0, rows(0, 1))
+    collected.add_decoded(3, rows(3, 4))
     collected.resume(5)
     assert collected.wanted_from == 2
-    collected.add(2, rows(20, 30, 40), decoded=False)
+    collected.add_prefilled(2, rows(20, 30, 40))
     assert states_of(collected, 3) == [0, 1, 20, 30, 40]
 
 
@@ -127,9 +127,9 @@ async def rig(serve: Serve) -> Rig:
             request.states.resume(tokens)
             positions = range(request.states.first, tokens + request.sampling.max_tokens - 1)
             split = tokens - request.states.first
-            request.states.add(positions[0], rows(*positions[:split]), decoded=False)
+            request.states.add_prefilled(positions[0], rows(*positions[:split]))
             if positions[split:]:
-                request.states.add(tokens, rows(*positions[split:]), decoded=True)
+                request.states.add_decoded(tokens, rows(*positions[split:]))
         async for each in scripted(request, take_now):
             yield each
 
@@ -206,8 +206,8 @@ def test_the_json_of_states_is_made_while_it_is_taken(monkeypatch: pytest.Monkey
     monkeypatch.setattr(answer_states, "ENCODED", 4)
     collected = AnswerStates(0, 2, 3, SIZE)
     collected.resume(2)
-    collected.add(0, rows(0, 1), decoded=False)
-    collected.add(2, rows(2, 3), decoded=True)
+    collected.add_prefilled(0, rows(0, 1))
+    collected.add_decoded(2, rows(2, 3))
     parts = collected.encoded(3)
     assert next(parts) == b"[[[0.0,0.0],[1.0,-1.0]"
     assert b"".join(parts) == b"],[2.0,-2.0],[3.0,-3.0]]"
