@@ -30,7 +30,7 @@ class NoCollections:
 
 
 class FullCollections:
-    """Full collections of a process that serves, of which Python then starts none by itself."""
+    """Runs the full collections of a serving process, in pauses of its loop: Python starts none by itself any more."""
 
     def __init__(
         self,

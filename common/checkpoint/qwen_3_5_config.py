@@ -32,7 +32,7 @@ from common.checkpoint.rope_config import INTERLEAVED, SECTIONS, is_interleaved,
 from common.checkpoint.text_part import flat_text
 from common.errors import ModelError
 
-# Architecture -> that of the language model in a directory of its own.
+# Architecture -> the architecture of its language model where that is published by itself.
 ARCHITECTURES: Mapping[str, str] = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",

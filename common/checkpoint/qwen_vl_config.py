@@ -65,7 +65,7 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, slots=True)
 class QwenVision:
-    """A `VisionConfig` of a tower over patches of images of any size, `merge_size` squared of which make one token."""
+    """A `VisionConfig` of a tower that reads images of any size in patches: `merge_size` squared ones are one token."""
 
     family: ClassVar[str] = "qwen"
     names: ClassVar[TowerNames] = TowerNames("Qwen", "visual.", "model.", "", ("visual.",))

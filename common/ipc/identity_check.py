@@ -43,9 +43,9 @@ class IdentityCheck:
         return None
 
     def culprit(self, routing_id: bytes) -> str:
-        """Return who is to blame for a bad frame of `routing_id` that its key allows, as narrowly as the key proves it.
+        """Return who is to blame for a bad frame of `routing_id`, for which its key may speak: a process or a link.
 
-        The key of a pattern does not prove which of its nodes speaks, so each link answers for itself only.
+        The key of a pattern does not prove which of its nodes speaks: only the link is to blame then.
         """
         return printable(routing_id) if self._names.shares_key(name_in(routing_id)) else peer_of(routing_id)
 

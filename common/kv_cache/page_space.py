@@ -172,7 +172,7 @@ class PageSpace:
         save it at the last border before the sequence's end, and at the last one before the end of the cached pages,
         where other sequences branch off (`lease.saves`), as far as there are any.
 
-        Only pages that were committed under the same `salt` are found, and what is committed is found under it only.
+        Only pages that were committed under the same `salt` are found.
         The lease also owns a state slot if the space has any. Returns None if there is not enough room.
         """
         if self._slots is not None and not self._slots.free_pages:

@@ -61,7 +61,7 @@ class KvEvents(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Number of changes for which the queue had no room, and of which nobody will hear."""
+        """Number of changes that were not published because the queue was full."""
         ...
 
     @property

@@ -153,7 +153,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one rank of a node, at the node's start."""
 
     device: Label
-    pages: Total  # the same on all ranks, of which the one with the least room decides
+    pages: Total  # the same on all ranks: as many as fit on the one with the least room
     pool_bytes: Total = 0  # of its share of these pages
     memory_bytes: Total = 0  # of the device, taken by the process; on a CPU its resident memory
 

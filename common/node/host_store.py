@@ -68,7 +68,7 @@ class _StoreCopy(NamedTuple):
     copy: HostCopy
 
 
-# is told the stages of a load by the target's layer, then the stage of all copies, then that of the checksums
+# Takes the stages of a load: by layer of the target, then of all copies, then of the checksums.
 Expect = Callable[[Mapping[int, Stage], Stage, Stage], None]
 
 

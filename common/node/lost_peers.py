@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from common.node.to_router import ToRouter
 
-KEPT = 256  # peers of which something is known; a node has no more peers than that
+KEPT = 256  # peers that are remembered; no node has more
 
 
 @dataclass(slots=True)

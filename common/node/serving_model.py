@@ -124,7 +124,7 @@ class ServingModel:
 
     @property
     def request_slots(self) -> int:
-        """State slots for requests, slot 0 included; no more than pages, of which each request holds one at least."""
+        """State slots for requests, slot 0 included; at most as many as pages, since each request holds a page."""
         return min(self.state.requests + 1, self.num_pages) if self.state.requests else 0
 
     @property

@@ -28,7 +28,7 @@ def count(part: str, seconds: float) -> None:
 
 
 class StartTimes:
-    """Adds up the seconds of phases, of which one follows another, and of the work within them.
+    """Adds up the seconds of the phases of a start, which follow one another, and of the work within phases.
 
     A phase that occurs again, such as in both halves of a movable node, is counted once, with all of its seconds.
     """

@@ -14,7 +14,7 @@ class OpenAiForm:
     """An `AnswerForm` of one of OpenAI's formats."""
 
     def __init__(self, form: Format, prompts: Sequence[object]) -> None:
-        """`prompts`: what other forms are told of them; here, the usage says it."""
+        """`prompts`: not read here, since the usage counts their tokens; other forms show more of them."""
         self._form = form
         self.opening = form.opening
         self.events = form.events

@@ -284,8 +284,8 @@ def prefill_cost(candidate: Candidate) -> float:
 def decode_cost(candidate: Candidate) -> float:
     """Return the predicted milliseconds that an answer of ANSWER_TOKENS tokens takes longer than on an idle node.
 
-    They are the sum of the transfer, the wait for pages, and what the other requests add to the steps. A pool of which
-    less than KEPT_FREE is left counts as one whose requests wait, because running requests will need that.
+    They are the sum of the transfer, the wait for pages, and what the other requests add to the steps. If less than
+    KEPT_FREE of a pool is free, requests count as waiting for pages, because running ones will need what is left.
     """
     load, requests = candidate.load, decode_requests(candidate)
     steps = ANSWER_TOKENS / max(candidate.accept, 1.0)

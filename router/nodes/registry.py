@@ -348,7 +348,10 @@ class NodeRegistry:
         return sum(node.role == role and node.state == "up" for node in self)
 
     def _holders(self, message: Register, pattern: Pattern | None) -> list[Node]:
-        """Return the processes of which one must end first: that with the node's name, or those of a full pattern."""
+        """Return the nodes that keep this one out until one of them ends.
+
+        That is the node of the same name, or all that have joined by its pattern if they are as many as it allows.
+        """
         node = message.node
         others = [other for other in self if other.incarnation != node.incarnation]
         if same := [other for other in others if (other.name, other.role) == (node.name, node.role)]:

@@ -20,7 +20,7 @@ class ReportedBlocks:
         """`indexes`: of the roles whose policy asks for it."""
         self._indexes = indexes
         self._block_tokens = block_tokens
-        self.following: set[str] = set()  # incarnations of which everything is known that they have said
+        self.following: set[str] = set()  # incarnations of nodes whose events have all been read so far
 
     @property
     def roles(self) -> frozenset[Role]:

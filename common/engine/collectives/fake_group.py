@@ -1,4 +1,4 @@
-"""A group of ranks none of which waits for the others; used while graphs are captured."""
+"""A group whose collectives wait for no other rank; used while graphs are captured."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ParallelLinear(Linear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A product with divided inputs: its outputs are sums over the ranks, one of which has the bias."""
+    """A product with divided inputs: its outputs are sums over the ranks, and one rank adds the bias."""
 
     def combine(self, y: Tensor) -> Tensor:
         return all_reduce(y, self.number)
@@ -69,7 +69,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A product with divided outputs, of which every rank gets all, in the order of the ranks.
+    """A product with divided outputs: each rank computes some, and gets those of all, in the order of the ranks.
 
     Args:
         columns: number of outputs of all ranks.
@@ -87,7 +87,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class DividedRows(LogitRows):
-    """Logits of which this rank has computed those of its tokens."""
+    """Logits that are divided by tokens: this rank has computed those of its own ones."""
 
     divided = True
 
@@ -105,7 +105,7 @@ class DividedRows(LogitRows):
 
 
 class ParallelExperts(ExpertProducts):
-    """The experts of a layer, of which every rank computes a share."""
+    """The experts of a layer, divided over the ranks."""
 
     def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Logits as a model returns them: each rank of a node has computed those of its part of the vocabulary."""
+"""Logits as a model returns them: each rank of a node has computed a part of the vocabulary."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Readable(Protocol[Result]):
 
 @dataclass(frozen=True, slots=True)
 class CheckedLaunch(Generic[Result]):
-    """A plan of which every rank of a node executes its part."""
+    """A launched plan that all ranks of a node execute together, each its own part."""
 
     launched: Readable[Result]
     check: Callable[[], None]  # raises RankFailed if a collective has failed

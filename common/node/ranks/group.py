@@ -100,7 +100,7 @@ class RankGroup:
         return contents
 
     def _wait_for_all(self) -> None:
-        """Wait for what all ranks give in this exchange. Their progress is that of the start of this rank, too."""
+        """Wait for what all ranks give in this exchange. Their progress counts as progress of this rank."""
         steps, until = self._watch.steps(), time.monotonic() + START_SECONDS
         while len(self._given) < self.size:
             self._take(LOOK_SECONDS)
