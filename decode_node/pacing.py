@@ -220,7 +220,7 @@ class Pacing:
         self._margin = min(max(margin, MARGIN), MAX_MARGIN)
 
     def _learn_left(self, step: PacedCompletion, end: float, latest: float) -> None:
-        """Update the time after each mark; those of marks that were not seen in time change in proportion.
+        """Update the time from each mark to the end; for marks that were not seen in time it changes in proportion.
 
         Args:
             end: of the step; 0: the host was busy then.

@@ -68,7 +68,7 @@ class RankFetches:
         """Show what has ended. Return whether something has not."""
         if not self._copies.busy:
             return False
-        # Checksums of fetches may be those of stores that have just ended.
+        # A fetch may read blocks whose store, and with it their checksums, has just ended.
         self._copies.count_stores()
         for _, damage in self._copies.ended():
             self._comparisons.add(any(damage))

@@ -16,7 +16,7 @@ class GroupHeartbeats:
     ) -> None:
         """`announce` reaches the peers of rank 0, `command_ranks` the other ranks."""
         self._announce = announce
-        self._ranks_know = 0.0  # seconds of the latest work that they were told of
+        self._ranks_know = 0.0  # seconds of work that the other ranks were told last
         self._command_ranks = command_ranks
 
     def announce(self, seconds: float) -> None:

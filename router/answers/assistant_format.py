@@ -114,7 +114,7 @@ class AssistantFormat(ChatFormat):
         return events
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """Return the reason that the client is told. Calls that nobody can run, since one is cut off, are none."""
+        """Return the reason that the client gets: that of calls unless one that it has to run was cut off."""
         parser = self._parsers[index]
         whole = parser.calls - parser.cut_off
         called = reason == "stop" and (whole == parser.calls if self._shown.parallel else whole > 0)

@@ -102,7 +102,7 @@ class Format(ABC):
         self.columns: tuple[str, ...] = self.lists if logprobs is not None else ()
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
         self._characters: dict[int, int] = {}  # choice -> length of its text so far, where `parsed` reads it
-        # Tokens between the markers of reasoning; None where reasoning is not told from the rest.
+        # Tokens between the markers of reasoning; None where reasoning cannot be distinguished.
         self.reasoning_tokens: int | None = None
 
     @cached_property

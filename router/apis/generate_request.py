@@ -59,7 +59,7 @@ def sampling_place(index: int | None) -> str:
 
 
 def sampling_names(index: int | None) -> dict[str, str]:
-    """Return the names of the sampling fields in refusals, as `names_of` does those of all."""
+    """Return the names that refusals give to sampling fields; `names_of` has those of all fields."""
     where = sampling_place(index)
     return {"structured_outputs": where, **{name: f"{where}.{own}" for name, own in _SAMPLING.items()}}
 

@@ -94,7 +94,7 @@ def block_parts(block: ContentBlock, where: str) -> list[ChatPart]:
 def _tagged(
     block: ContentBlock, about: dict[str, str | None], content: list[ChatPart], where: str
 ) -> list[ChatPart]:
-    """Return content between tags of the block's type, after what is said about it, each within tags of its own."""
+    """Return content between tags of the block's type. The entries of `about` come first, each in tags of its name."""
     if isinstance(block.citations, dict) and block.citations.get("enabled"):
         raise InvalidRequest(
             f"{where}.citations: answers cite nothing; leave citations out", param=f"{where}.citations"

@@ -15,7 +15,7 @@ class VerifiedSteps:
         self._ends = array("q")
 
     def add(self, start: int, tokens: int) -> None:
-        """Add a step. `start`: the place of its first token, after those of the steps before."""
+        """Add a step of `tokens` tokens; `start` is the place of the first one, past all earlier steps."""
         self._starts.append(start)
         self._ends.append(start + tokens)
 

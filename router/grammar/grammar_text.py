@@ -71,7 +71,7 @@ def _text(form: JsonSchema | Regex | OneOf | Lark | Ebnf) -> str:
 
 
 def _with_ids(lark: str, special: Mapping[str, int]) -> str:
-    """Name special tokens by their ids, <[5]> instead of <|user|>: llguidance is told other names."""
+    """Name special tokens by their ids, <[5]> instead of <|user|>: llguidance knows them under other names."""
     names = [name for name in special if name.startswith("<") and name.endswith(">")]
     if not names:
         return lark

@@ -1,4 +1,4 @@
-"""The line of throughput that a router logs: that of the whole cluster, by what the nodes report."""
+"""Logs the throughput of the whole cluster, from the counters that the nodes report."""
 
 from __future__ import annotations
 

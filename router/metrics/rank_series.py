@@ -27,7 +27,7 @@ COUNTERS: dict[str, tuple[str, Callable[[RankTotals], float]]] = {
 
 
 def rank_series(model: str, nodes: Iterable[Node]) -> Iterator[Metric]:
-    """Yield the memory of every rank, and the progress of those of nodes that have several."""
+    """Yield the memory of every rank, and for nodes of several ranks the progress of each."""
     labels = (*LABELS, "rank")
     labelled = [((model, node.name, node.role), node) for node in nodes]
     for name, (text, of_report) in GAUGES.items():

@@ -19,7 +19,7 @@ from router.nodes.reported_blocks import ReportedBlocks
 from router.nodes.session_nodes import SessionNodes
 
 NO_MATCHES = PrefixMatches(NodeBits())
-# Seconds for which a node that says what it holds may hold a prompt that was placed there without having said so.
+# Seconds after its placement for which a prompt counts as held by a node that publishes KV events but has not named it.
 UNCONFIRMED_SECONDS = 10.0
 
 

@@ -250,7 +250,7 @@ class Placer:
         prefill: Node | None,
         accepts: Accepts = any_node,
     ) -> Sequence[Node]:
-        """Return the nodes that the policy compares: those of a sample and known ones, as far as they may be chosen."""
+        """Return the nodes that the policy compares, out of a sample and of nodes that may hold the prompt."""
         prompt, matches = maker.prompt, self.history.matches(role, maker.prompt)
         if role in self._predicting and len(sample) > FEW:
             found: Sequence[Node]

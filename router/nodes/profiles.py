@@ -15,7 +15,7 @@ WRITE_SECONDS = 60.0  # after a recording, for its file
 
 
 class NodeProfiles:
-    """At most one order per node is open at this router; the node itself refuses those of other routers meanwhile."""
+    """Allows one open order per node. Meanwhile the node itself refuses the orders of other routers."""
 
     def __init__(self, registry: NodeRegistry, send: Send) -> None:
         self._registry = registry

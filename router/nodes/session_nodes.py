@@ -39,6 +39,6 @@ class SessionNodes:
         now = self._clock()
         self._entries[session] = _Entry((prefill, decode), now + self._ttl)
         self._entries.move_to_end(session)
-        # The order is that of the ends: all sessions are remembered for the same time.
+        # All sessions are remembered for the same time, so the entries are in the order in which they expire.
         while len(self._entries) > MAX_SESSIONS or next(iter(self._entries.values())).until <= now:
             self._entries.popitem(last=False)

@@ -194,7 +194,7 @@ class RareFields:
 
 @lru_cache(maxsize=64)
 def _present(kind: type[msgspec.Struct], names: tuple[str, ...]) -> RareFields:
-    """Return those of the fields that structs of a kind have."""
+    """Return the fields among `names` that structs of this kind have."""
     return RareFields(*(name for name in names if name in kind.__struct_fields__))
 
 

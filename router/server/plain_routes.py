@@ -1,4 +1,4 @@
-"""Finds the handler of a request whose path is that of a route, letter by letter, without aiohttp's search.
+"""Finds the handler of a request whose path equals that of a route, without aiohttp's search.
 
 For each request, aiohttp resolves the path, makes a match, and calls the middlewares through wrappers. For a path
 without variables the result is always the same, so it is made once.
@@ -41,7 +41,7 @@ class PlainRoutes:
 
 
 def _wrapped(app: web.Application, handler: Handler) -> Handler:
-    """Return a handler inside the middlewares of the application, of which the first one is the outermost."""
+    """Return a handler inside the middlewares of the application; the first middleware is the outermost one."""
     for middleware in reversed(app.middlewares):
         handler = partial(middleware, handler=handler)
     return handler

@@ -90,7 +90,7 @@ class ContentForms:
         return self._found.get(role) or self._user
 
     def prints(self, role: str) -> bool:
-        """Return whether content of a role appears in prompts; True if not even that of users does."""
+        """Return whether prompts show the content of a role; True if they show none at all, not even that of users."""
         return role not in self._found or self._found[role] is not None or self._found[USER] is None
 
     @property

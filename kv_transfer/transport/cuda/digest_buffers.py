@@ -18,7 +18,7 @@ from kv_transfer.transport.page_digest import as_digests
 _KEPT: Final = 8
 _MAX_PAGES: Final = 1024
 _IN_ADVANCE: Final = 2
-# Words before those of pages: that of the state, and one that keeps the address of the pages aligned.
+# Words that precede the checksums of pages: the checksum of the state, and one that keeps those of pages aligned.
 _STATE: Final = 2
 
 
@@ -29,7 +29,7 @@ class DigestBuffer:
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Allocate on the current stream, which has to be that of all later use. `capacity`: a multiple of 4."""
+        """Allocate on the current stream, on which all later work must run. `capacity`: a multiple of 4."""
         pinned = device.type == "cuda"
         sums = _STATE + capacity
         words = sums + _STATE + capacity // 2
@@ -63,7 +63,7 @@ class DigestBuffer:
         self._landing.copy_(self._sums, non_blocking=True)
 
     def landed(self, count: int, state: bool) -> list[int]:
-        """Return the checksums of `count` pages, and last that of the state if there is one."""
+        """Return the checksums of `count` pages, then the one of the state if there is a `state`."""
         sums: list[int] = self._landing[: _STATE + count].tolist()
         return as_digests(sums[_STATE:] + sums[: int(state)])
 

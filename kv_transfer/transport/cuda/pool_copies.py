@@ -49,7 +49,7 @@ class ItemSums:
 
     @torch.inference_mode()
     def add_states(self, planes: Iterable[int]) -> None:
-        """Add those of these planes that are kept per request; each one once. Planes are counted as in the layout."""
+        """Add the planes that are kept per request, each once; skip the others. `planes`: indices in the layout."""
         if not self._slots.size(1):
             return
         for plane in planes:
