@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,20 +14,13 @@ from pathlib import Path
 import msgspec
 
 from common.observability.startup import Progress
+from common.parent_death import at_parent_death
 
-_PR_SET_PDEATHSIG = 1
-# Resolved before any fork: between fork and exec hardly anything is safe to call.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 TAIL_BYTES = 2000
 LINE_CHARACTERS = 300  # limit for a log line in a report
 # SIGKILL leaves a process no time for a line, so the last one of its log is about something else.
 KILLED = "killed from outside, by hand or by the kernel because memory ran out, which dmesg would say"
 KILLED_SECONDS = 30.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
-
-
-def _die_with_parent() -> None:
-    """Arrange, between fork and exec, that the child gets SIGTERM and drains if the supervisor is killed."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -63,7 +55,8 @@ class Child:
                 stderr=log,
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which drains in order
-                preexec_fn=_die_with_parent,
+                # It drains if the supervisor is killed.
+                preexec_fn=at_parent_death(signal.SIGTERM),
             )
             on_failure.pop_all()
         self.progress = Progress(phase="importing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import socket
 import subprocess
@@ -16,18 +15,11 @@ from common.ipc.ring import Ring
 from common.node.ranks.board import Board
 from common.node.ranks.messages import Begin, FromRank, RankRings
 from common.node.ranks.start_channel import StartChannel
+from common.parent_death import at_parent_death
 
 PLAN_BYTES = 8 << 20  # of the ring of plans; larger frames are split
 COMMAND_BYTES = 1 << 20
 END_SECONDS = 5.0  # for a rank to end when it is told to
-_PR_SET_PDEATHSIG = 1
-# Resolved before any fork: between fork and exec hardly anything is safe to call.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-
-def _die_with_parent() -> None:
-    """Arrange, between fork and exec, that the child is killed when rank 0 has ended, even if it is stopped."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RankProcesses:
@@ -57,7 +49,8 @@ class RankProcesses:
                         [sys.executable, "-m", module, str(far.fileno())],
                         stdin=subprocess.DEVNULL,
                         pass_fds=(far.fileno(), *shared.descriptors),
-                        preexec_fn=_die_with_parent,
+                        # SIGKILL also ends a rank that is stopped.
+                        preexec_fn=at_parent_death(signal.SIGKILL),
                     )
                 )
             # Otherwise this process would keep open the sockets of a rank that has ended.
