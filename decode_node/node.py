@@ -50,6 +50,7 @@ from kv_transfer import receiver as transfer
 
 IDLE_WAIT_MS = 100
 WATCH_INTERVAL = 0.00005  # seconds between polls of messages while a step runs
+PREFILL_LOST = "the prefill node of this request was lost"
 BUSY_WAIT_MS = 5  # timeout while grammars are compiled or pages saved, whose end no message announces
 
 
@@ -240,7 +241,7 @@ class DecodeNode:
         self._move_transfers()
         for request in (*self.queues.waiting, *self.queues.transferring.values()):
             if request.router is router and request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost("the prefill node of this request was lost"))
+                self._fail(request, NodeLost(PREFILL_LOST))
 
     def peer_lost(self, incarnation: str) -> None:
         """Fail reservations that wait for pages. The receiver's events fail transfers in progress.
@@ -251,7 +252,7 @@ class DecodeNode:
         self._peers.lost(incarnation)
         for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:
-                self._fail(request, NodeLost("the prefill node of this request was lost"))
+                self._fail(request, NodeLost(PREFILL_LOST))
 
     def peer_draining(self, router: ToRouter, incarnation: str) -> None:
         """No-op: a prefill node that drains finishes its prompts, whose pages this node expects."""

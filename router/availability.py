@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from common.errors import Unavailable
-from common.messages.identity import Role
+from common.messages.identity import ROLES, Role
 from common.observability.logs import Log
 from router.core import Core
-from router.nodes.registry import ROLES
 from router.requests.checks import ServedModel
 
 SHUTTING_DOWN = "this router is shutting down"

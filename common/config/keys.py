@@ -14,11 +14,11 @@ from common.config.foreign import foreign_answer
 from common.config.schema import Cluster
 from common.config.section import Section, fields_of
 from common.errors import ConfigError
+from common.messages.identity import ROLES
 
 ENV_PREFIX = "TANDEM_"
 # read by deploy/setup and deploy/env.sh
 ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")
-ROLES = ("prefill", "decode")
 SURE = 0.8  # similarity, up to 1, from which a name of another section is suggested
 SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 

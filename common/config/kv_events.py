@@ -8,6 +8,7 @@ from common.config.schema import Cluster, PlacementSection
 from common.config.transport_choice import nodes_of
 from common.errors import ConfigError
 from common.kv_events.plan import KvEventsPlan
+from common.messages.identity import ROLES
 from common.node_names import NodeNames
 
 HOST = "kv_events.host"
@@ -40,7 +41,7 @@ def check_kv_events(cluster: Cluster) -> None:
 
 
 def _refuse_readers(placement: PlacementSection) -> None:
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         if getattr(placement, role) == "cache_events":
             raise ConfigError(
                 f"router.placement.{role}",

@@ -27,6 +27,7 @@ from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
+from common.messages.identity import ROLES
 from common.node_names import FOUND
 from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
@@ -208,7 +209,7 @@ def _check_lengths(cluster: Cluster) -> None:
                 continue
             tokens, auto = section.CPU_POOL_TOKENS, "auto: "
         _check_length(f"{role}.pool_tokens", tokens, cluster, auto)
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         own = cluster.movable.tokens_of(role)
         if own != "auto":
             _check_length(f"movable.{role}_pool_tokens", own, cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -12,6 +12,7 @@ from common.observability.histogram import Histogram
 from common.random_bytes import random_bits
 
 Role = Literal["prefill", "decode"]
+ROLES: Final[tuple[Role, Role]] = ("prefill", "decode")
 # standby: the half of a movable node whose role the node does not have now; it takes no requests
 NodeState = Literal["loading", "up", "draining", "standby"]
 

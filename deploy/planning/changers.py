@@ -13,8 +13,8 @@ import msgspec
 
 from common.errors import ConfigError, NoAnswer
 from common.kubernetes_api import ApiServer, read_body
-from common.messages.identity import Role
-from deploy.planning.decision import ROLES, Move, Scale
+from common.messages.identity import ROLES, Role
+from deploy.planning.decision import Move, Scale
 from deploy.planning.routers import Routers
 from deploy.planning.settings import KubernetesTarget
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import linear_regression
 
-from common.messages.identity import Role
+from common.messages.identity import ROLES, Role
 
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 OPPOSITE: dict[str, str] = {
     "prefill": "decode",

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
+from common.kubernetes_api import CREDENTIALS
 from deploy.planning.decision import Limits, RoleLimits
 
 Milliseconds = Annotated[float, Meta(gt=0, le=600_000)]
@@ -34,7 +35,7 @@ class KubernetesTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: ScaleTarget = "apps/v1/statefulsets/decode"
     namespace: str | None = None  # None: that of the pod's service account
     server: str | None = None  # URL of the API server; None: the pod's cluster
-    credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"  # a directory with token and ca.crt
+    credentials: str = str(CREDENTIALS)  # a directory with token and ca.crt
 
 
 class PlannerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

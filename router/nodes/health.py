@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.messages.identity import Role
+from common.messages.identity import ROLES, Role
 from router.nodes.breaker import BreakerLimits, Breakers
 from router.nodes.outliers import Outliers
-from router.nodes.registry import ROLES, EligibleNodes, Node
+from router.nodes.registry import EligibleNodes, Node
 
 PairKey = tuple[str, str]  # incarnations of the prefill node and of the decode node
 PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pause=30.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from random import Random
 
+from common.messages.identity import ROLES
 from router.nodes.candidates import CandidateMaker
 from router.nodes.health import NodeHealth
 from router.nodes.history import PlacementHistory
@@ -51,7 +52,7 @@ class LocalPrefill:
         usable = self._usable(local, avoid)
         if not usable or prompt.images:
             return pair
-        matches = {role: self._history.matches(role, prompt) for role in ("prefill", "decode")}
+        matches = {role: self._history.matches(role, prompt) for role in ROLES}
         pairs = [pair, *usable]
         prefills = maker.of("prefill", [p.prefill for p in pairs], [1.0] * len(pairs), matches["prefill"])
         decodes = maker.of("decode", [p.decode for p in pairs], [1.0] * len(pairs), matches["decode"])

@@ -10,7 +10,7 @@ from random import Random
 
 from common.errors import Overloaded, Unavailable
 from common.messages.generation import ImageSpan
-from common.messages.identity import Role
+from common.messages.identity import ROLES, Role
 from router.nodes.candidates import CandidateMaker
 from router.nodes.health import NodeHealth, PairKey
 from router.nodes.history import PlacementHistory
@@ -27,7 +27,7 @@ from router.nodes.placement import (
 from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
-from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
+from router.nodes.registry import EligibleNodes, Node, NodeRegistry, Pair
 from router.nodes.short_list import Accepts, ShortLists, any_node
 
 NOTHING: frozenset[str] = frozenset()

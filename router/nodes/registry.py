@@ -20,7 +20,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from common.errors import UnknownNode
-from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters, Role
+from common.messages.identity import ROLES, NodeCounters, NodeLoad, NodeState, OtherRouters, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
@@ -28,8 +28,6 @@ from router.nodes.placement import ANSWER_TOKENS
 from router.nodes.prompt_times import UNKNOWN_MS, PromptTime, best_rate, prompt_time
 from router.nodes.registration import Pattern
 from router.nodes.return_watch import ReturnWatch
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 # How a node left. `closed` means that its socket closed, so most likely its process died.
 LossCause = Literal["closed", "silent", "hung", "goodbye", "cut_off"]

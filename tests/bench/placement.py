@@ -12,14 +12,14 @@ import argparse
 import time
 from random import Random
 
-from common.messages.identity import NodeLoad, NodeRef, Role
+from common.messages.identity import ROLES, NodeLoad, NodeRef, Role
 from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.placements import PLACEMENTS
 from router.nodes.health import NodeHealth
 from router.nodes.placement import decode_cost, make_policy, prefill_cost
 from router.nodes.placer import Placer
-from router.nodes.registry import ROLES, NodeRegistry
+from router.nodes.registry import NodeRegistry
 
 ROUNDS = 15
 CHOICES = 400

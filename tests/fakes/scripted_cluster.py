@@ -18,7 +18,7 @@ from common.ipc.curve import Plain
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
-from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
+from common.messages.identity import ROLES, NodeCounters, NodeLoad, NodeState, Role
 from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Rejected
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import (
@@ -153,9 +153,6 @@ class ScriptedCluster:
     def close(self) -> None:
         self.loop.run_now(self.core.close)
         self.loop.run_for(10.0)
-
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class SteppedNode:

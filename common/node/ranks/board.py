@@ -6,9 +6,10 @@ import enum
 import mmap
 import os
 
+from common.kv_cache.pool_layout import MAX_RANKS
+
 LINE = 16  # numbers of 8 bytes of one rank: two cache lines
 TEXT_BYTES = 256  # of one rank
-MAX_RANKS = 64
 TEXTS = MAX_RANKS * LINE * 8  # where the texts begin
 TOTAL = TEXTS + MAX_RANKS * TEXT_BYTES
 
