@@ -139,20 +139,19 @@ class Matcher:
         self._state.unsafe_compute_mask_ptr(base + row * self._bytes, self._bytes)
         if self._state.is_error():
             masks[row] = ALL
-            self.failure = InvalidGrammar(
-                f"the grammar became too complex in the middle of the answer: {self._state.get_error()[:MAX_MESSAGE]}"
-            )
+            self.failure = self._too_complex()
 
     def _fail_at(self, token: int, index: int) -> None:
         if self._state.is_error():
-            reason = self._state.get_error()[:MAX_MESSAGE]
-            self.failure = InvalidGrammar(
-                f"the grammar became too complex in the middle of the answer: {reason}"
-            )
+            self.failure = self._too_complex()
         else:
             self.failure = InternalError(
                 f"token {token}, number {index} of those emitted together, is not in the grammar"
             )
+
+    def _too_complex(self) -> InvalidGrammar:
+        reason = self._state.get_error()[:MAX_MESSAGE]
+        return InvalidGrammar(f"the grammar became too complex in the middle of the answer: {reason}")
 
 
 def _address(masks: Masks) -> int:
