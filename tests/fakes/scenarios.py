@@ -45,6 +45,15 @@ def expect_retraction(shape: Shape, greedy: int = 3) -> None:
         cluster.settle()
 
 
+def expect_conversation(cluster: NodeCluster, prompt: list[int]) -> None:
+    """Run three turns, each of which continues the text of the one before."""
+    for turn in range(3):
+        call = cluster.submit(prompt, 11)
+        cluster.run()
+        expect_reference(call)
+        prompt = call.prompt + call.ids + prompt_of(3, turn)
+
+
 def lose_decode(cluster: NodeCluster, call: Call) -> None:
     """Lose the request's decode node, so that another one continues the same text."""
     lost = call.decode

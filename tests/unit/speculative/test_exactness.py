@@ -10,7 +10,7 @@ from common.node.overlap import Completion
 from tests.fakes.covering import pairs
 from tests.fakes.drafters import foresight, ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, Shape
-from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
+from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
 from tests.fakes.tiny_model import reference
 
 STEPS: dict[str, MakeStep] = {
@@ -76,14 +76,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
         max_running=4,
         step=STEPS[name],
     )
-    with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
-        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
-        cluster.run()
-        expect_reference(*calls)
-        assert cluster.decode.link.counters.retractions > 0
-        assert not cluster.failures
-        cluster.settle()
+    expect_retraction(shape)
 
 
 def test_prefixes_of_answers_are_cached_right(step: MakeStep) -> None:

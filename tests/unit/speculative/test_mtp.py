@@ -32,6 +32,7 @@ from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
     SAMPLED,
     expect_accept_length,
+    expect_conversation,
     expect_migration,
     expect_reference,
     expect_retraction,
@@ -112,12 +113,7 @@ def test_prefix_hits_at_every_boundary(name: str, page_size: int, prefill_cache:
             calls = [cluster.submit(second + extra, 4) for extra in ([], [5, 6, 7])]
             cluster.run()
             expect_reference(*calls)
-        history = first
-        for turn in range(3):
-            call = cluster.submit(history, 11)
-            cluster.run()
-            expect_reference(call)
-            history = call.prompt + call.ids + prompt_of(3, turn)
+        expect_conversation(cluster, first)
         cluster.settle()
         assert cluster.decode.link.counters.cached_tokens > 0
     expect_all_eager(name, 3, seen, least=30)

@@ -21,7 +21,7 @@ from decode_node.speculative.tree import select_nodes, tree
 from tests.fakes.covering import pairs
 from tests.fakes.draft_models import branching, drafting, eager_branches
 from tests.fakes.node_cluster import NodeCluster, Shape
-from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
+from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, prompt_of
 
 
 def test_worked_example_of_the_selection() -> None:
@@ -120,13 +120,7 @@ def test_retraction(completion: type[Completion]) -> None:
         max_running=4,
         completion=completion,
     )
-    with NodeCluster(shape) as cluster:
-        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(3)]
-        calls += [cluster.submit(prompt_of(11 + n, n), 40) for n in range(3)]
-        cluster.run()
-        expect_reference(*calls)
-        assert cluster.decode.link.counters.retractions > 0
-        cluster.settle()
+    expect_retraction(shape)
 
 
 def test_one_branch_is_the_chain_and_more_accept_more() -> None:
