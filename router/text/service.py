@@ -34,8 +34,9 @@ from router.text.work import read_chat, read_completion
 from router.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
-SMALL_BODY = 1 << 16  # bytes: takes at most 2.3 ms
-SMALL_TEXTS = 2048  # characters of all texts of a request: encoding them is faster than a worker's round trip
+MAX_READ_HERE = 1 << 16  # bytes of a body: reading it takes at most 2.3 ms
+# Characters of all texts of a request: encoding them is faster than a worker's round trip.
+MAX_ENCODED_HERE = 2048
 _chat = msgspec.msgpack.Decoder(ChatRequest)
 _completion = msgspec.msgpack.Decoder(CompletionRequest)
 
@@ -58,7 +59,7 @@ class TextService:
 
     async def read_chat(self, raw: bytearray) -> ChatRequest:
         """Parse a chat body. Raises InvalidRequest, which names the field."""
-        if len(raw) <= SMALL_BODY:
+        if len(raw) <= MAX_READ_HERE:
             request, unknown = read_chat(raw)
             self._unknown.check(unknown)
             return request
@@ -69,7 +70,7 @@ class TextService:
 
         Token ids of a large body arrive packed, and at most as many as the context holds.
         """
-        if len(raw) <= SMALL_BODY:
+        if len(raw) <= MAX_READ_HERE:
             request, unknown = read_completion(raw)
             if unknown:
                 self._unknown.check(unknown)
@@ -78,7 +79,7 @@ class TextService:
 
     async def read_task(self, reader: TaskReader[T], raw: bytearray) -> T:
         """Parse the body of an API that is translated. Raises InvalidRequest, which names the field."""
-        if len(raw) <= SMALL_BODY:
+        if len(raw) <= MAX_READ_HERE:
             task = reader.read(raw)
             self._unknown.check(reader.unknown(raw))
             return task
@@ -105,7 +106,7 @@ class TextService:
         """
         for text, field in zip(texts, fields):
             length.check(self._tokenizer.least_tokens(text), field, exact=False)
-        if sum(map(len, texts)) <= SMALL_TEXTS:
+        if sum(map(len, texts)) <= MAX_ENCODED_HERE:
             encode = self._tokenizer.encode
             return [array("i", length.cut(encode(text, add_special_tokens))) for text in texts]
         job = EncodeTexts(add_special_tokens, length, tuple(fields))

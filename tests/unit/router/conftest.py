@@ -221,7 +221,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
 def both_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test twice: bodies are read in the router's process, and by a text worker as large ones are."""
     if request.param == "read by a worker":
-        monkeypatch.setattr("router.text.service.SMALL_BODY", -1)
+        monkeypatch.setattr("router.text.service.MAX_READ_HERE", -1)
 
 
 @pytest.fixture

@@ -245,8 +245,8 @@ TAKEN_TEXT: dict[str, list[Any]] = {
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every case with a small body, and with one so large that a worker reads it."""
     if request.param == "read by a worker":
-        monkeypatch.setattr(text_service, "SMALL_BODY", -1)
-        monkeypatch.setattr(text_service, "SMALL_TEXTS", -1)
+        monkeypatch.setattr(text_service, "MAX_READ_HERE", -1)
+        monkeypatch.setattr(text_service, "MAX_ENCODED_HERE", -1)
 
 
 def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
