@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import expert_division
+from common.engine.ops.tiles import each_division
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.kv_cache.layer_kinds import prompt_grid
 from common.node import graph_start
@@ -79,7 +82,9 @@ class LoadedPromptRank:
         _warm_up_attention(forwards, served, sizes)
         device, keeps_state = served.placement.device, layout.num_slots > 0
         axes = served.config.rope.axes
-        warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, axes, keeps_state)
+        # Kernels are compiled for the number of prompts that a forward ends. Nothing is compiled on a CPU.
+        prompts = each_division(sizes.max_batch) if device.type == "cuda" else [1]
+        warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, axes, keeps_state, prompts)
         images_run = forwards.vision.embeds.warm_up()
         log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
 
@@ -142,6 +147,12 @@ def load_prompt_rank(
     def warmed_up() -> Sequence[NodeGraphs[Any]]:
         made = forwards()
         _warm_up_attention(made, served, sizes)
+        placement = served.placement
+        for prompts in each_division(sizes.max_batch):
+            hidden = torch.zeros(
+                prompts, served.config.hidden_size, dtype=placement.dtype, device=placement.device
+            )
+            served.model.logit_rows(hidden)
         return made.graphs
 
     peers.report("compiling")

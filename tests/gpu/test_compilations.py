@@ -12,7 +12,9 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.linear import linear
 from common.engine.ops.rms_norm import rms_norm
+from common.engine.ops.tiles import each_division
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
 from common.engine.sampling.logit_masks import LogitMasks
@@ -88,6 +90,19 @@ def test_no_prompt_batch_compiles_after_the_warm_up(stored: torch.dtype, compile
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         for layer in (0, 1):
             attention.forward(layer, query, key, value)
+    assert not compiled
+
+
+def test_no_number_of_prompts_compiles_an_lm_head(compiled: list[str]) -> None:
+    """The first forward that ended more than 16 prompts compiled one of four."""
+    weight = torch.randn(16 * 1031, 416, device="cuda").to(torch.bfloat16)  # used by no other test
+    hidden = torch.randn(200, 416, device="cuda").to(torch.bfloat16)
+    for rows in each_division(200):
+        linear(hidden[:rows], weight, None)
+    assert sum("_linear_kernel" in kernel for kernel in compiled) > 2
+    compiled.clear()
+    for rows in range(1, 201):
+        linear(hidden[:rows], weight, None)
     assert not compiled
 
 

@@ -125,6 +125,14 @@ def split_rows(rows: int) -> tuple[int, int]:
     return (half, whole_tile(rows - half)) if half < rows < MAX_ROWS else (whole_tile(rows), 0)
 
 
+def each_division(most: int) -> list[int]:
+    """Return the least number of rows, up to `most`, of each way in which products divide them: 1, 2, 17, 33, ..."""
+    least: dict[tuple[bool, int, int], int] = {}
+    for rows in range(1, most + 1):
+        least.setdefault((rows == 1, *split_rows(rows)), rows)  # one row has kernels of its own
+    return list(least.values())
+
+
 def _fitting(rows: int, programs: int, processors: int, shared: int) -> Tiles | None:
     """Return tiles with as many steps in flight as fit; with two programs per multiprocessor if there are enough."""
     tiles = Tiles(COLUMNS, STEP, 4, ALONE).of_rows(rows)

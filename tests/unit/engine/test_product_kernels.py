@@ -10,7 +10,15 @@ from common.engine.ops.linear import gated_linear, linear, linear_parts, linear_
 from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
 from common.engine.ops.silu_mul import gelu_mul, silu_mul
-from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles, divide_depth
+from common.engine.ops.tiles import (
+    FEW,
+    Tiles,
+    choose_gated_tiles,
+    choose_tiles,
+    divide_depth,
+    each_division,
+    split_rows,
+)
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
 from common.engine.ops.triton_kernel import cdiv, tl
 
@@ -64,6 +72,14 @@ def test_a_second_tile_ends_with_the_last_row(rows: int) -> None:
     torch.testing.assert_close(parts.sum(0), x @ weight.T, atol=5e-6, rtol=5e-6)
     with pytest.raises(AssertionError, match="15 rows, the second tile has 16"):
         linear_triton(x[:15], weight, None, tiles)
+
+
+def test_each_number_of_rows_is_divided_as_the_least_one_of_its_kind() -> None:
+    assert each_division(64) == [1, 2, 17, 33]
+    assert each_division(200) == [1, 2, 17, 33, 65, 81, 97, 128, 129]
+    for most in (1, 2, 16, 17, 200):
+        least = each_division(most)
+        assert {split_rows(rows) for rows in range(1, most + 1)} == {split_rows(rows) for rows in least}
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:

@@ -52,8 +52,8 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(owner, name, lambda x, compute=compute: (rows.append(len(x)), compute(x))[1])
     planes = [pool.key(0), pool.value(1), draft_pool.key(0), draft_pool.value(0)]
     before = [plane.fill_(7).clone() for plane in planes]
-    warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
-    assert rows == [1, 1]
+    warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device, prompts=(1, 3))
+    assert rows == [1, 1, 3, 3], "both heads run for each number of prompts"
     node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)
     measured = measure_forwards(target.forward, EaglePrefill(drafting.forward), node)
     assert list(measured.by_tokens) == measured_sizes(8) == [8]
@@ -79,8 +79,8 @@ def test_every_mtp_module_runs() -> None:
     drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]
     prefill = MtpPrefill(forwards, PAGE, CONFIG.hidden_size)
-    warm_up(target.forward, prefill, PAGE, PLACEMENT.device)
-    assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]
+    warm_up(target.forward, prefill, PAGE, PLACEMENT.device, prompts=(1, 3))
+    assert [each.graphs.counters.fallbacks.total() for each in forwards] == [2, 2, 2]
     node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)
     assert list(measure_forwards(target.forward, prefill, node).by_tokens) == [8]
 
