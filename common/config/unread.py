@@ -57,33 +57,45 @@ def refuse_unread(unread: Iterable[Unread], origins: Mapping[str, str]) -> None:
 
 def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     """Yield the keys that have no effect according to the cluster file."""
+    yield from _of_model(cluster)
+    yield from _of_speculation(cluster)
+    yield from _of_images(cluster)
+    yield from _of_clients(cluster)
+    yield from _of_movable(cluster)
+    yield from _of_placement(cluster)
+    yield from _of_prefixes("prefill", cluster.prefill)
+    yield from _of_prefixes("decode", cluster.decode)
+    yield from _of_devices(cluster)
+    yield from _of_transports(cluster)
+    yield from _of_events(cluster)
+
+
+def _of_model(cluster: Cluster) -> Iterator[Unread]:
     if not cluster.model.return_hidden_states:
         reason = (
             "model.return_hidden_states is false, so no answer has hidden states; write true, or leave it out"
         )
         yield Unread("model", cluster.model, ("hidden_states_mib",), reason)
-    if not algorithm(cluster.speculation.algorithm).drafts:
-        yield Unread(
-            "speculation",
-            cluster.speculation,
-            ("steps", "topk", "adaptive", "draft_tokens"),
-            "speculation.algorithm is none, which drafts nothing; name an algorithm, or leave it out",
-        )
-    if cluster.speculation.draft_model_path is None:
-        yield Unread(
-            "speculation",
-            cluster.speculation,
-            ("draft_manifest", "draft_quantization"),
-            "without speculation.draft_model_path there is no draft; name it, or leave it out",
-        )
+
+
+def _of_speculation(cluster: Cluster) -> Iterator[Unread]:
+    section = cluster.speculation
+    if not algorithm(section.algorithm).drafts:
+        reason = "speculation.algorithm is none, which drafts nothing; name an algorithm, or leave it out"
+        yield Unread("speculation", section, ("steps", "topk", "adaptive", "draft_tokens"), reason)
+    if section.draft_model_path is None:
+        reason = "without speculation.draft_model_path there is no draft; name it, or leave it out"
+        yield Unread("speculation", section, ("draft_manifest", "draft_quantization"), reason)
+
+
+def _of_images(cluster: Cluster) -> Iterator[Unread]:
     images = cluster.router.images
     if not images.fetch_hosts:
-        yield Unread(
-            "router.images",
-            images,
-            ("fetch_timeout",),
-            "without router.images.fetch_hosts no image is fetched; name hosts, or leave it out",
-        )
+        reason = "without router.images.fetch_hosts no image is fetched; name hosts, or leave it out"
+        yield Unread("router.images", images, ("fetch_timeout",), reason)
+
+
+def _of_clients(cluster: Cluster) -> Iterator[Unread]:
     if cluster.security.api_keys is None:
         reason = "it applies to API keys, and security.api_keys names no file; name one, or leave it out"
         yield Unread("security", cluster.security, ("share_prefix_cache",), reason)
@@ -93,19 +105,17 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     else:
         reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
-    yield from _of_movable(cluster)
-    yield from _of_placement(cluster)
-    yield from _of_prefixes("prefill", cluster.prefill)
-    yield from _of_prefixes("decode", cluster.decode)
-    yield from _of_devices(cluster)
-    yield from _of_transports(cluster)
-    if not cluster.kv_events.enabled:
-        keys = tuple(key for key in cluster.kv_events.__struct_fields__ if key != "enabled")
+
+
+def _of_events(cluster: Cluster) -> Iterator[Unread]:
+    section = cluster.kv_events
+    if not section.enabled:
+        keys = tuple(key for key in section.__struct_fields__ if key != "enabled")
         reason = "kv_events.enabled is false, so nodes publish nothing; write true, or leave it out"
-        yield Unread("kv_events", cluster.kv_events, keys, reason)
+        yield Unread("kv_events", section, keys, reason)
     elif cluster.prefill.prefix_cache is False and cluster.decode.prefix_cache is False:
         reason = "no node has a prefix cache that events could tell of; leave out one of the three"
-        yield Unread("kv_events", cluster.kv_events, ("enabled",), reason)
+        yield Unread("kv_events", section, ("enabled",), reason)
 
 
 def _of_movable(cluster: Cluster) -> Iterator[Unread]:
