@@ -305,22 +305,11 @@ class NixlSender(SenderEndpoint):
         return peer.last_error
 
     def _settle(self, write: Write) -> None:
-        """Settle the write once all its transfers have ended; failed ones count as ended after SETTLE_SECONDS."""
-        now = self._clock()
+        """Settle the write once all its transfers have ended."""
         for part in list(write.parts):
-            if part.failed_at is None:
-                state = self._agent.state(part.operation)
-                if state is WriteState.PENDING:
-                    continue
-                if state is WriteState.FAILED:
-                    part.failed_at = now
-                    self._fault(write, part.operation.fault)
-                    continue
-                write.peer.moved += part.nbytes
-            elif now - part.failed_at < SETTLE_SECONDS:
-                continue
-            self._agent.release(part.operation)
-            write.parts.remove(part)
+            if self._has_ended(part, write):
+                self._agent.release(part.operation)
+                write.parts.remove(part)
         try:
             if write.parts or (write.mark is not None and not write.mark.ready()):
                 return
@@ -332,6 +321,19 @@ class NixlSender(SenderEndpoint):
             write.release()
         if write.state is WriteState.PENDING:
             write.state = WriteState.FAILED if write.faulty else WriteState.DONE
+
+    def _has_ended(self, part: RunningTransfer, write: Write) -> bool:
+        """Return whether a transfer has ended; a failed one counts as ended after SETTLE_SECONDS."""
+        if part.failed_at is not None:
+            return self._clock() - part.failed_at >= SETTLE_SECONDS
+        state = self._agent.state(part.operation)
+        if state is WriteState.FAILED:
+            part.failed_at = self._clock()
+            self._fault(write, part.operation.fault)
+        elif state is not WriteState.PENDING:
+            write.peer.moved += part.nbytes
+            return True
+        return False
 
     def _collect(self) -> None:
         """Check all writes; remove detached peers without running transfers."""
