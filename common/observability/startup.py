@@ -52,7 +52,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class Progressing(Protocol):
     """Takes reports of start-up progress."""
 
-    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None: ...
+    def report(self, phase: Phase, done: int = 0, total: int = 0) -> None: ...
 
 
 class StartupReporter:

@@ -74,7 +74,7 @@ class RankGroup:
         self._watch.begin(hang_timeout)
         self._started.begin(self._node, works, log_level, hang_timeout)
 
-    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+    def report(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """Report the phase of rank 0; loading is that of all ranks. Raises what `exchange` does."""
         if phase != "loading":
             self._report(phase, done, total)

@@ -99,7 +99,7 @@ class Member:
         assert isinstance(gathered, Gathered), "rank 0 answers in an exchange"
         return gathered.contents
 
-    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+    def report(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """Tell rank 0 how much of the model has been loaded; the other phases are the same on all ranks."""
         self._progress.enter(phase, done, total)
         reached = done * REPORTS // max(total, 1)
