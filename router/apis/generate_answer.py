@@ -163,14 +163,18 @@ class GenerateForm:
             for token in piece.tokens:
                 self._add_scores(choice.scores, token)
         if piece.finish_reason is not None:
-            aborted = piece.finish_reason == FINISH_ABORT and not choice.ids
-            choice.states = None if aborted else piece.states
-            choice.finish = _finish(piece, choice)
-            choice.end["e2e_latency"] = round(self._clock() - self._started, 6)
-            if piece.steps is not None and piece.steps.accept_length is not None:
-                choice.end["spec_verify_ct"] = piece.steps.count
-                choice.end["spec_accept_length"] = round(piece.steps.accept_length, 6)
+            self._finish(choice, piece)
         return choice
+
+    def _finish(self, choice: _Choice, piece: AnswerPiece) -> None:
+        """Take from the last piece of a choice how it ended."""
+        aborted = piece.finish_reason == FINISH_ABORT and not choice.ids
+        choice.states = None if aborted else piece.states
+        choice.finish = _finish_reason(piece, choice)
+        choice.end["e2e_latency"] = round(self._clock() - self._started, 6)
+        if piece.steps is not None and piece.steps.accept_length is not None:
+            choice.end["spec_verify_ct"] = piece.steps.count
+            choice.end["spec_accept_length"] = round(piece.steps.accept_length, 6)
 
     def _add_prompt(self, choice: _Choice, tokens: Sequence[OutputToken]) -> None:
         """Add tokens of the prompt. As in SGLang, the first one that is listed has no log-probability."""
@@ -240,7 +244,7 @@ def _list(name: bytes, items: Sequence[bytes]) -> tuple[bytes, ...]:
     return b',"%b":[' % name, b",".join(items), b"]"
 
 
-def _finish(piece: AnswerPiece, choice: _Choice) -> dict[str, Any]:
+def _finish_reason(piece: AnswerPiece, choice: _Choice) -> dict[str, Any]:
     if piece.finish_reason == FINISH_STOP:
         return {"type": FINISH_STOP, "matched": piece.matched_stop}
     if piece.finish_reason == FINISH_LENGTH:
