@@ -124,8 +124,9 @@ def test_a_text_that_cannot_be_a_name_is_left_to_the_process_that_binds_to_it(lo
 def test_a_process_that_ends_soon_is_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "LEAVE_SECONDS", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster = load(port=taken.getsockname()[1])
         threading.Timer(0.2, taken.close).start()
-        check_ports(load(port=taken.getsockname()[1]), lambda: False)
+        check_ports(cluster, lambda: False)
         assert taken.fileno() == -1
 
 

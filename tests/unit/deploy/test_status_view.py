@@ -14,9 +14,11 @@ from rich.console import Console
 from common.config import load_cluster
 from common.config.run_directory import own_socket
 from common.process_entry import entry
+from deploy import router_states as states_module
 from deploy.process_table import ProcessRecord, Table
 from deploy.router_states import router_states, server_info
 from deploy.status_view import DEGRADED, NOT_READY, UP, show_launched, show_status
+from tests.fakes.waiting import PATIENCE
 
 LOAD = {"running": 3, "queued": 0, "free_pages": 5, "cached_pages": 1, "total_pages": 9}
 RANKS = [
@@ -27,6 +29,13 @@ NODES = [
     {"name": "prefill-0", "state": "up", "load": LOAD, "host": "a", "pid": 7, "ranks": RANKS[:1]},
     {"name": "decode-0", "state": "up", "load": LOAD, "host": "a", "pid": 8, "ranks": RANKS},
 ]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for servers of this process, which may be kept from running, longer than for those of a cluster."""
+    for name in ("INFO_SECONDS", "READY_SECONDS"):
+        monkeypatch.setattr(states_module, name, PATIENCE)
 
 
 def console() -> tuple[Console, io.StringIO]:
