@@ -41,7 +41,8 @@ def test_output_and_exit_code_of_a_program(tmp_path: Path) -> None:
 def test_a_program_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, said_before = tmp_path / "output.txt", iter([r"^\d+$", "^told to end$"])
+    # With the ends of the lines, which are written by themselves: a signal before that would be answered within a line.
+    output, said_before = tmp_path / "output.txt", iter([r"^\d+\n", r"^told to end\n"])
 
     class Late(subprocess.Popen[bytes]):
         """Is late for the first two deadlines, however long it takes to say what it says before each."""
