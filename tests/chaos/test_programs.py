@@ -12,14 +12,16 @@ import pytest
 from tests.chaos import programs
 from tests.fakes.waiting import PATIENCE, until
 
-# Ignores SIGTERM. Its child prints its process id and would outlive it.
+# Ignores SIGTERM. Its child would outlive it. Its sleeps are short, because a signal just before a long one would be
+# handled after it.
 PROGRAM = """
 import signal, subprocess, time
 
 def stuck():
     child = subprocess.Popen(["sleep", "60"])
     print(child.pid, flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.01)
 
 signal.signal(signal.SIGTERM, lambda *signal: print("told to end", flush=True))
 stuck()
