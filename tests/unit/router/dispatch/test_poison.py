@@ -68,9 +68,11 @@ class Fleet:
         """Return the received messages; None if one is poison, and the node dies before it answers anything."""
         first: Any = await node.expect(kind)
         await asyncio.sleep(0.005)
-        rest: list[Any] = [message for message in node.received() if isinstance(message, kind)]
-        aborted = {message.room for message in node.received() if isinstance(message, Abort)}
+        # Read once: more may arrive at any time, and what is cleared unseen would never be answered.
+        arrived = node.received()
         node.unread.clear()
+        rest: list[Any] = [message for message in arrived if isinstance(message, kind)]
+        aborted = {message.room for message in arrived if isinstance(message, Abort)}
         work: list[Any] = [message for message in (first, *rest) if message.room not in aborted]
         poisoned = any(message.token_ids[0] == POISON for message in work)
         return None if poisoned and self.weak == node.ref.role else work
