@@ -182,7 +182,7 @@ async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
         served.append(Echo())
         return served[-1]
 
-    async with accepting_at(listener, serve, context=files.context):
+    async with accepting_at(listener, serve, context=files.context, handshake_seconds=PATIENCE):
         answers = await asyncio.gather(*(echoed(listener.getsockname(), trusting) for _ in range(5 * SLOTS)))
         await eventually(lambda: all(each.is_lost for each in served))
     assert answers == [b"hello"] * (5 * SLOTS)
