@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from tests.bench.scripted_pair import ScriptedPair
-from tests.cluster.harness import with_children
+from tests.fakes.proc_files import with_children
 
 PATIENCE = 60.0
 CROWD = 1000

@@ -30,7 +30,8 @@ from tests.bench.hostile_clients import ATTACKS
 from tests.bench.loop_probe import stalls
 from tests.bench.raw_http import serving
 from tests.bench.scripted_pair import ScriptedPair
-from tests.cluster.harness import RunningCluster, with_children
+from tests.cluster.harness import RunningCluster
+from tests.fakes.proc_files import with_children
 
 CHATS = 200
 TICKS_PER_SECOND = 100

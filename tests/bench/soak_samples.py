@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import with_children
+from tests.fakes.proc_files import with_children
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SECONDS = 1.0

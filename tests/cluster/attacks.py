@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from common.ipc import Dealer
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve
-from tests.cluster.harness import MODEL, RunningCluster, proc_text, with_children
+from tests.cluster.harness import MODEL, RunningCluster
 from tests.fakes import hostile_images
 from tests.fakes.held_context import Context
 from tests.fakes.hostile_templates import ENDLESS
+from tests.fakes.proc_files import proc_text, with_children
 from tests.fakes.waiting import PATIENCE
 
 VISION = MODEL.parent / "tiny-vision"

@@ -35,8 +35,9 @@ from deploy.eval_cli import picture_body
 from deploy.tiny_models.vision.questions import questions
 from tests.cluster.conftest import prompt_of
 from tests.cluster.covering_rows import Covering, Row
-from tests.cluster.harness import MODEL, Client, RunningCluster, with_children
+from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.test_nixl import installed
+from tests.fakes.proc_files import with_children
 from tests.fakes.waiting import PATIENCE, eventually
 
 MODELS = MODEL.parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shutil
@@ -13,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ import yaml
 from common.config.router_processes import names_router, router_name
 from tests.cluster import fork_server
 from tests.fakes import rank_forks
+from tests.fakes.proc_files import listening_sockets, proc_text, with_children
 from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,28 +44,6 @@ ENV = {
 # Arguments: the module with its arguments, the directory, the environment, the log.
 StartProcess = Callable[[Sequence[str], Path, dict[str, str], BinaryIO], fork_server.Started]
 PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 600.0}
-
-
-def proc_text(file: Path) -> str:
-    """Return the text of a file in /proc, and "" if its process or thread has ended."""
-    with contextlib.suppress(OSError):
-        return file.read_text()
-    return ""
-
-
-def with_children(process: Path) -> Iterator[Path]:
-    """Yield a process's directory in /proc, and those of its descendants. Each of them may end meanwhile.
-
-    The fork that a `fork_client` waits for counts as its child.
-    """
-    yield process
-    name, _, fork = proc_text(process / "comm").partition(" ")
-    children = [fork.strip()] if name == "fork" else []
-    with contextlib.suppress(OSError):
-        for each in process.glob("task/*/children"):
-            children += proc_text(each).split()
-    for child in children:
-        yield from with_children(process.with_name(child))
 
 
 def start_new(
@@ -237,25 +215,7 @@ class RunningCluster:
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
         """Return (address, port) of every listening TCP socket of the process and its children."""
-        directory = Path(f"/proc/{self.processes[name].pid}")
-        inodes = set()
-        for process in with_children(directory):
-            # A socket that a process closes meanwhile, perhaps because it ends, is not one that it listens on.
-            with contextlib.suppress(OSError):
-                for each in (process / "fd").iterdir():
-                    with contextlib.suppress(OSError):
-                        inodes.add(os.readlink(each))
-        found = set()
-        for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-            for line in (directory / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes:  # 0A: LISTEN
-                    continue
-                address, port = fields[1].split(":")
-                words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
-                packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-                found.add((socket.inet_ntop(family, packed), int(port, 16)))
-        return found
+        return listening_sockets(Path(f"/proc/{self.processes[name].pid}"))
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         self.processes[name].send_signal(number)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.attacks import Memory
-from tests.cluster.harness import RunningCluster, with_children
+from tests.cluster.harness import RunningCluster
+from tests.fakes.proc_files import with_children
 from tests.fakes.waiting import until
 
 # Its child ends and stays a zombie, and the fork that it names has ended and was reaped: no process has the number 0.

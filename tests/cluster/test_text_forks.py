@@ -19,7 +19,8 @@ from router.text.jobs import EncodeTexts, WorkerSettings
 from router.text.process import ADDRESS_SPACE, OPEN_FILES
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.fork_server import TEXT_FORKS
-from tests.cluster.harness import MODEL, with_children
+from tests.cluster.harness import MODEL
+from tests.fakes.proc_files import with_children
 from tests.fakes.text_fork_server import text_fork_program
 from tests.fakes.waiting import PATIENCE, eventually
 
