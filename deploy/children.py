@@ -55,7 +55,7 @@ class Child:
                 stderr=log,
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which drains in order
-                # It drains if the supervisor is killed.
+                # The child drains if the supervisor is killed.
                 preexec_fn=at_parent_death(signal.SIGTERM),
             )
             on_failure.pop_all()

@@ -27,8 +27,7 @@ def warm_up(
 
     Args:
         axes, state: as in `idle_extend`.
-        prompts: the numbers of rows that heads and sampling have to be run for, as of a forward that ends so many
-            prompts.
+        prompts: numbers of prompts that end in one forward; heads and sampling run for each of them.
     """
     for count in prompts:
         batch = replace(
