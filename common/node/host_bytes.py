@@ -23,7 +23,7 @@ in_use: list[Tensor] = []
 
 
 class HostBytes:
-    """[nbytes] uint8 in `tensor`. Dropping it, or `close`, waits until copies have ended."""
+    """[nbytes] uint8 in `tensor`. Dropping it, or `close`, waits until copies to and from it have ended."""
 
     def __init__(self, nbytes: int, device: torch.device, runtime: Any = None) -> None:
         """Allocate, and pin if the device is a GPU. Raises InternalError if it cannot be pinned.

@@ -178,9 +178,9 @@ def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
     if chat.ends_with_assistant:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     choice, output = request.tool_choice, request.output_config or OutputConfig()
+    fields |= _reasoning(output.effort, request.thinking)
     if output.format is not None:
         fields["response_format"] = _response_format(output.format)
-    fields |= _reasoning(output.effort, request.thinking)
     tools, places = _loaded_tools(request)
     fields |= {
         "model": request.model,
