@@ -22,6 +22,7 @@ import typer
 
 from common.config import Resolved, load_cluster
 from common.config.run_directory import run_directory
+from common.descriptors import prepare_descriptors
 from common.errors import ConfigError, ModelError, NodeRefused, RankFailed
 from common.huge_pages import use_huge_pages
 from common.launch_record import launch_record
@@ -36,7 +37,6 @@ from common.ready_file import ReadyFile, ready_file
 EXIT_DEFECT = 1
 EXIT_REFUSED = 2
 EXIT_RANK_FAILED = 4
-MAX_DESCRIPTORS = 65_536
 # For a process to close what it holds, and again for the interpreter to end. Freeing pinned memory takes a while.
 END_SECONDS = 120.0
 
@@ -104,7 +104,7 @@ def run_process(
     """Load the cluster file, run `body`, report the outcome to the process that started this one, and exit."""
     logs.configure(name, "info")
     log = Log(name)
-    _raise_descriptor_limit()
+    prepare_descriptors()
     try:
         with StartupReporter(status_fd, log) as reporter:
             resolved = load_cluster(cluster, overrides or [])
@@ -217,11 +217,3 @@ def on_termination(drain: Callable[[], None]) -> None:
     # nohup sets SIGHUP to be ignored: keep it so.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, handle)
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the soft limit, often 1024, as far as allowed: each connection needs a descriptor."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from common.descriptors import prepare_descriptors
 from common.errors import ConfigError
 from deploy.bench_options import BenchOptions, json_report, open_measurement, refuse_options_without_effect
 from deploy.bench_screen import (
@@ -311,6 +312,7 @@ def _refuse(text: str) -> NoReturn:
 
 def main() -> None:
     """Run the command line of deploy/bench."""
+    prepare_descriptors()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
     app(prog_name="deploy/bench")
