@@ -361,7 +361,7 @@ def experts(dtype: torch.dtype) -> None:
     gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)  # never touched, so no memory is committed
     down = torch.empty(count, hidden, inner, dtype=dtype)
     slots = torch.zeros(4096, dtype=torch.int64)
-    for tokens in (1, 64, 4096):
+    for tokens in (1, 16, 64, 4096):
         x, rows = torch.zeros(tokens, hidden, dtype=dtype), torch.empty(count, hidden, dtype=dtype)
         found, shares = route_triton(
             x, rows, None, slots[:tokens], 16, chosen, 0, False, False, 1, 1, True, 0.0, 1.0

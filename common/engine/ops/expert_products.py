@@ -6,7 +6,8 @@ the tokens are the columns, and a token's result does not depend on the other to
 
 Few tokens: there is a program for every pair and every tile, of which only that of an expert's first pair works. It
 reads its tile of the weight once, for all tokens of the expert; the others end at once, so that no sorting is needed
-and the grid does not depend on the routing. A single token has a form without matrix units (`expert_vectors`).
+and the grid does not depend on the routing. Up to 16 tokens its gates and up projections are one tile
+(`joined_tile`). A single token has a form without matrix units (`expert_vectors`).
 
 Many tokens: pairs are grouped by expert, and the programs that an expert gets follow from the number of its pairs
 (`grouped_products`). No form waits for the device, and a pair without an expert costs nothing.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from common.engine.ops.expert_tiles import FEW, FEW_TOKENS, ExpertTiles, choose_few, choose_many
 from common.engine.ops.expert_vectors import DOWN_VECTORS, UP_VECTORS, pair_vectors_triton
-from common.engine.ops.expert_weights import prepare, weight_tile
+from common.engine.ops.expert_weights import joined_tile, prepare, separate, weight_tile
 from common.engine.ops.group_pairs import group_pairs_triton
 from common.engine.ops.grouped_products import grouped_product_triton
 from common.engine.ops.linear import halves
@@ -82,6 +83,7 @@ def _multiply_pairs(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATED: tl.constexpr,
+    JOINED: tl.constexpr,
     CUT: tl.constexpr,
     BULK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -95,7 +97,8 @@ def _multiply_pairs(  # type: ignore[no-untyped-def]
         source = pair // CHOSEN
         begin = expert * 2 * size
     place = x_ptr + source.to(tl.int64)[:, None] * DEPTH
-    out = tl.zeros((COLUMNS, ROWS), tl.float32)
+    lines: tl.constexpr = 2 * COLUMNS if JOINED else COLUMNS
+    out = tl.zeros((lines, ROWS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
         column = k + tl.arange(0, BLOCK_K)
@@ -103,14 +106,19 @@ def _multiply_pairs(  # type: ignore[no-untyped-def]
         if CUT:
             read = read & (column < DEPTH)[None, :]
         few = tl.trans(tl.load(place + column[None, :], mask=read, other=0.0))
-        tile = weight_tile(weight, begin + first, begin + size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K)
+        if JOINED:
+            tile = joined_tile(weight, begin, first, size, k, DEPTH, CUT, COLUMNS, BLOCK_K)
+        else:
+            tile = weight_tile(weight, begin + first, begin + size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K)
         out = tl.dot(tile, few, out, input_precision="ieee")
-        if GATED:
+        if GATED and not JOINED:
             tile = weight_tile(
                 weight, begin + size + first, begin + 2 * size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K
             )
             up = tl.dot(tile, few, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty
+    if JOINED:
+        out, up = separate(out, COLUMNS, ROWS)
     if GATED:
         # Rounded where two separate kernels would round.
         gate = out.to(dtype).to(tl.float32)
@@ -152,6 +160,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATED: tl.constexpr,
+    JOINED: tl.constexpr,
     CUT: tl.constexpr,
     BULK: tl.constexpr,
     FEW: tl.constexpr,
@@ -184,12 +193,12 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
             packed = tl.sum(tl.where(here, pair[None, :], 0), axis=1)
             _multiply_pairs(
                 x_ptr, weight, shares_ptr, out_ptr, packed, row < count, expert, first, size,
-                DEPTH, CHOSEN, GATED, CUT, BULK, FEW, COLUMNS, BLOCK_K,
+                DEPTH, CHOSEN, GATED, JOINED, CUT, BULK, FEW, COLUMNS, BLOCK_K,
             )  # fmt: skip
         else:
             _multiply_pairs(
                 x_ptr, weight, shares_ptr, out_ptr, pair, has > 0, expert, first, size,
-                DEPTH, CHOSEN, GATED, CUT, BULK, TOKENS, COLUMNS, BLOCK_K,
+                DEPTH, CHOSEN, GATED, JOINED, CUT, BULK, TOKENS, COLUMNS, BLOCK_K,
             )  # fmt: skip
 
 
@@ -199,6 +208,7 @@ def few_pairs_triton(
     """Multiply as many tokens as a tile has rows: [P, I] of x [T, H] if `gated`, else [P, H] of x [P, I]."""
     tokens, chosen = experts.shape
     assert tokens <= tiles.rows, f"{tokens} tokens, a tile has {tiles.rows}"
+    assert gated or not tiles.joined, "only gates and up projections can be one tile"
     size, rows, out, bulk = prepare(x, stack, experts, shares, gated, tiles)
     if tokens:
         _few_pairs_kernel[(cdiv(size, tiles.columns), tokens * chosen)](
@@ -212,6 +222,7 @@ def few_pairs_triton(
             DEPTH=rows.shape[1],
             CHOSEN=chosen,
             GATED=gated,
+            JOINED=tiles.joined,
             CUT=rows.shape[1] % tiles.depth != 0,
             BULK=bulk,
             FEW=FEW,

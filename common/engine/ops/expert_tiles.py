@@ -11,7 +11,7 @@ FEW = 16  # rows: the minimum of a tile of the matrix units
 FEW_TOKENS = 64  # for more, pairs are grouped by expert
 COLUMNS, NARROW = 64, 32  # output columns of a program
 STEP, MIN_STEP = 128, 32  # depth of a step
-MAX_STAGES, FEW_STAGES = 4, 3
+MAX_STAGES, FEW_STAGES, JOINED_STAGES = 4, 3, 5
 # Tiles of many tokens use these, as measured on an H200 (tests/bench/NOTES.md).
 MIN_ROWS, MAX_ROWS = 32, 128
 EXTRA, LARGE_EXTRA = 16, 32
@@ -28,6 +28,8 @@ class ExpertTiles(NamedTuple):
     # With many tokens the last tile of an expert has up to `extra` more pairs, or at most `short`.
     short: int = 0
     extra: int = 0
+    # A program reads its gates and up projections as one tile of twice as many rows: smaller programs, and one product.
+    joined: bool = False
 
     def shared_bytes(self, itemsize: int, gated: bool) -> int:
         """Return the maximum bytes of a program; a gated one reads two tiles of the weight in each step."""
@@ -53,8 +55,11 @@ def choose_few(
         used: the most experts that these tokens may use.
         size: output columns of an expert.
     """
-    columns = COLUMNS if 2 * used * cdiv(size, COLUMNS) >= processors else NARROW
     rows = max(FEW, next_power_of_2(tokens))
+    if gated and rows == FEW:
+        joined = ExpertTiles(NARROW, STEP, FEW, 4, JOINED_STAGES, joined=True)
+        return joined.fitted(itemsize, gated, shared // 2)
+    columns = COLUMNS if 2 * used * cdiv(size, COLUMNS) >= processors else NARROW
     # The depth of a down product has few steps: three programs per multiprocessor are better than more stages.
     stages = MAX_STAGES if gated or rows > FEW else FEW_STAGES
     tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, stages)

@@ -20,7 +20,15 @@ from common.engine.ops.expert_products import (
     expert_parts_triton,
     few_pairs_triton,
 )
-from common.engine.ops.expert_tiles import COLUMNS, FEW_TOKENS, NARROW, ExpertTiles, choose_few, choose_many
+from common.engine.ops.expert_tiles import (
+    COLUMNS,
+    FEW,
+    FEW_TOKENS,
+    NARROW,
+    ExpertTiles,
+    choose_few,
+    choose_many,
+)
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
 from common.engine.ops.grouped_products import grouped_product_triton
 from common.engine.ops.route import route_reference, route_triton
@@ -170,6 +178,8 @@ def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
 
 
 FEW_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2))
+JOINED_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2, joined=True))
+MORE_JOINED_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2, joined=True))
 MORE_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2))
 MANY_ROWS = ("many", ExpertTiles(32, 32, 16, 4, 2))
 # Tiles with fewer pairs than the rows of a short product, and with more than the rows of a full one.
@@ -182,7 +192,8 @@ def computed(
     form, tiles = how
     if form == "few":
         inner = few_pairs_triton(x, gate_up, experts, shares, True, tiles)
-        return few_pairs_triton(inner, down, experts, shares, False, tiles).view(*experts.shape, x.shape[1])
+        apart = tiles._replace(joined=False)
+        return few_pairs_triton(inner, down, experts, shares, False, apart).view(*experts.shape, x.shape[1])
     groups = group_pairs_triton(experts.view(-1), len(gate_up), tiles.rows, tiles.extra)
     inner = grouped_product_triton(x, gate_up, experts, shares, groups, True, tiles)
     out = grouped_product_triton(inner, down, experts, shares, groups, False, tiles)
@@ -202,7 +213,11 @@ def stacks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[T
         (FEW_ROWS, False, torch.float32, "padded", 7, 5, 3, 40, 24),
         (FEW_ROWS, False, torch.float32, "same", 2, 9, 8, 32, 20),
         (FEW_ROWS, False, torch.float32, "random", 0, 4, 2, 32, 16),
+        (JOINED_ROWS, True, torch.float32, "random", 1, 3, 1, 32, 16),
+        (JOINED_ROWS, False, torch.float16, "random", 7, 5, 3, 40, 24),
+        (JOINED_ROWS, True, torch.float32, "padded", 7, 5, 3, 40, 20),
         # Experts with more tokens than the smallest tile has rows, and with fewer.
+        (MORE_JOINED_ROWS, True, torch.float32, "random", 27, 3, 2, 40, 24),
         (MORE_ROWS, True, torch.float32, "random", 27, 3, 2, 40, 24),
         (MORE_ROWS, False, torch.float16, "padded", 19, 5, 2, 40, 24),
         (WIDE_ROWS, True, torch.float32, "random", 1, 3, 1, 32, 16),
@@ -237,7 +252,7 @@ def test_expert_products(
     assert not expected[~has].any()
 
 
-@pytest.mark.parametrize("how", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("how", [FEW_ROWS, JOINED_ROWS, MANY_ROWS])
 def test_the_result_of_a_token_does_not_depend_on_its_company(how: tuple[str, ExpertTiles]) -> None:
     x, (gate_up, down) = torch.randn(4, 40), stacks(3, 40, 16, torch.float32)
     which, shares = choices(4, 3, 2, "random"), torch.rand(4, 2)
@@ -254,7 +269,7 @@ def test_an_unused_expert_is_not_read() -> None:
         stack[[0, 3]] = torch.nan
     x, shares = torch.randn(3, 32), torch.rand(3, 2)
     which = torch.tensor([[1, 2], [-1, -1], [2, -1]], dtype=torch.int32)
-    for how in (FEW_ROWS, MANY_ROWS):
+    for how in (FEW_ROWS, JOINED_ROWS, MANY_ROWS):
         found = computed(how, x, gate_up, down, which, shares)
         assert not found[which >= 0].isnan().any()
 
@@ -268,6 +283,8 @@ def test_launchers_refuse_another_layout() -> None:
     )
     with pytest.raises(AssertionError, match="17 tokens, a tile has 16"):
         few_pairs_triton(x, gate_up, which, shares, True, FEW_ROWS[1])
+    with pytest.raises(AssertionError, match="only gates and up projections"):
+        few_pairs_triton(x, gate_up, which, shares, False, MORE_JOINED_ROWS[1])
     for wrong, said in (
         ((x.half(), gate_up, which, shares), "times"),
         ((x, down, which, shares), "the experts take 16"),
@@ -289,7 +306,9 @@ def test_tiles_fit_the_gpu(shared: int, itemsize: int, gated: bool) -> None:
             assert few.rows >= tokens
             assert few.stages >= 2
             assert few.shared_bytes(itemsize, gated) <= shared // (2 if itemsize == 2 else 1)
-            assert few.columns == (NARROW if 2 * used * 768 // COLUMNS < 132 else COLUMNS)
+            assert few.joined == (gated and tokens <= FEW)
+            narrow = few.joined or 2 * used * 768 // COLUMNS < 132
+            assert few.columns == (NARROW if narrow else COLUMNS)
     for pairs, rows in ((65, 32), (2048, 32), (8192, 64), (1 << 16, 128)):
         many = choose_many(pairs, 128, itemsize, gated, shared)
         assert many.rows == rows
