@@ -31,7 +31,7 @@ from common.observability.failed_threads import end_with_failed_threads
 from common.observability.logs import Log
 from common.observability.loop_watchdog import loop_watchdog
 from common.observability.startup import StartupReporter
-from common.observability.stderr_file import write_stderr
+from common.observability.stderr_file import never_wait_for_readers, write_stderr
 from common.ready_file import ReadyFile, ready_file
 
 EXIT_DEFECT = 1
@@ -102,6 +102,7 @@ def run_process(
     body: Callable[[Resolved, StartupReporter, Log], Any],
 ) -> None:
     """Load the cluster file, run `body`, report the outcome to the process that started this one, and exit."""
+    never_wait_for_readers()
     logs.configure(name, "info")
     log = Log(name)
     prepare_descriptors()

@@ -28,7 +28,7 @@ from common.config.router_processes import names_router
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.launch_record import launched
-from common.observability.stderr_file import StderrFile
+from common.observability.stderr_file import StderrFile, never_wait_for_readers
 from deploy.children import Child
 from deploy.cluster_options import Overrides, Port, with_port
 from deploy.detached import SUPERVISOR_LOG, start_detached
@@ -99,6 +99,7 @@ def up(
 
 def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
     """Run the cluster until a signal asks for its end."""
+    never_wait_for_readers()  # what restarts processes that have ended must go on
     try:
         supervisor = Supervisor(resolved, values)
     except ConfigError as error:

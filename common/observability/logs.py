@@ -1,7 +1,7 @@
 """One JSON object per line on stderr: time, level, node, event, and the fields of the call (room, request_id, ...).
 
-A log that cannot be written (a full disk, a closed pipe) never stops a process: lost lines are counted, and their
-number is logged once writing works again.
+A log that cannot be written (a full disk, a closed pipe, a reader that has stopped) never stops a process: lost lines
+are counted, and their number is logged once writing works again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.observability.stderr_file import STDERR, StderrFile
+from common.observability.stderr_file import STDERR, StderrFile, await_room
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 _root = logging.getLogger()
@@ -92,7 +92,12 @@ class _StderrHandler(logging.Handler):
         written = 0
         try:
             while written < len(data):
-                written += os.write(STDERR, data[written:])
+                try:
+                    written += os.write(STDERR, data[written:])
+                except BlockingIOError:
+                    # Once a line is lost, no other one waits until the reader goes on.
+                    if self._lost or not await_room():
+                        raise
         except OSError:
             self._lost += 1
             self._cut = self._cut or written > 0

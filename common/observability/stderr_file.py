@@ -3,16 +3,57 @@
 The supervisor opens one log file per process as stdout and stderr, so tracebacks and crash messages of native code go
 to the same file as log lines. The process rotates that file itself: it renames it to `NAME.log.1`, opens a new one
 and replaces both descriptors. So a rotation loses nothing and needs no supervisor.
+
+Where standard error is a pipe, a socket or a terminal, its reader may stop: a container's runtime that is stuck, a
+journal whose disk is full. No process of a cluster waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 import stat
 from pathlib import Path
 
 STDOUT, STDERR = 1, 2
+PIPE_BYTES = 1 << 20  # what Linux allows every user; a pipe has 64 KiB otherwise
+ROOM_SECONDS = 0.05  # for which a line waits for a reader that is slow
+
+
+def never_wait_for_readers() -> None:
+    """Let writes to standard output and error fail where they would have to wait. Call it at the start of a process.
+
+    Python, native code and the dump of all stacks that ends a process write there, so the descriptors themselves
+    change. Files are left as they are.
+    """
+    for descriptor in (STDOUT, STDERR):
+        # Without the right to open it again, or with no reader at all, it stays as it is.
+        with contextlib.suppress(OSError):
+            _never_wait(descriptor)
+
+
+def _never_wait(descriptor: int) -> None:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISSOCK(mode):
+        os.set_blocking(descriptor, False)
+    elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
+        # The process that started this one has the same open file, and may rely on waiting.
+        own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            os.dup2(own, descriptor)
+        finally:
+            os.close(own)
+        if stat.S_ISFIFO(mode):
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+
+def await_room() -> bool:
+    """Wait for the reader of standard error, for at most ROOM_SECONDS. Return False if there is no room yet."""
+    waiting = select.poll()
+    waiting.register(STDERR, select.POLLOUT)
+    return bool(waiting.poll(ROOM_SECONDS * 1000))
 
 
 def write_stderr(text: str) -> None:
