@@ -1,4 +1,4 @@
-"""The chart of the README shows the values of the JSON that it is drawn from (only drawing needs matplotlib)."""
+"""The chart of the independent measurement shows the values of its JSON (only drawing needs matplotlib)."""
 
 from __future__ import annotations
 

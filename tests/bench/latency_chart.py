@@ -1,4 +1,4 @@
-"""Draws the chart of the README: measured latency of tandem and vLLM at the same loads.
+"""Draws the chart of the independent measurement: latency of tandem and vLLM at the same loads.
 
     python -m tests.bench.latency_chart
 
