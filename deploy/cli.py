@@ -30,7 +30,7 @@ from common.errors import ConfigError
 from common.launch_record import launched
 from common.observability.stderr_file import StderrFile, never_wait_for_readers
 from deploy.children import Child
-from deploy.cluster_options import Overrides, Port, with_port
+from deploy.cluster_options import Overrides, Port, command_line, with_port
 from deploy.detached import SUPERVISOR_LOG, start_detached
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
@@ -160,14 +160,15 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     Exit codes: 0 everything is up, 1 not ready, 2 refused, 3 not running, 4 degraded.
     """
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
-    resolved = _load(cluster, with_port(overrides, port))
+    values = with_port(overrides, port)
+    resolved = _load(cluster, values)
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is None:
         info = server_info(resolved)
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
-        say(f"not running; deploy/up {target} starts it")
+        say(f"not running; {command_line('up', target, values)} starts it")
         raise typer.Exit(EXIT_NOT_RUNNING)
     routers = router_states(resolved, table.processes)
     raise typer.Exit(show_status(table, disk_problem(run_dir), server_info(resolved), routers, _output()))

@@ -1,10 +1,15 @@
-"""Options that name the same cluster to several commands: values for keys of its file."""
+"""Options that name the same cluster to several commands: values for keys of its file, and command lines with them."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from common.config.run_directory import KEY as RUN_DIR
 
 Overrides = Annotated[
     list[str] | None,
@@ -22,3 +27,17 @@ Port = Annotated[
 def with_port(overrides: list[str] | None, port: int | None) -> list[str]:
     """Return the overrides with that of the port."""
     return [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
+
+
+def command_line(command: str, target: str | Path, overrides: Iterable[str]) -> str:
+    """Return the line that runs `deploy/COMMAND` on a target, to be copied into a shell."""
+    options = [part for each in overrides for part in ("--set", each)]
+    return shlex.join([f"deploy/{command}", str(target), *options])
+
+
+def down_line(cluster: str | Path, overrides: Iterable[str]) -> str:
+    """Return the line that stops the cluster that was started from this file with these overrides.
+
+    It has that of the run directory, because another directory is that of another cluster, or of none.
+    """
+    return command_line("down", cluster, [each for each in overrides if each.startswith(f"{RUN_DIR}=")])

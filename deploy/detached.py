@@ -40,7 +40,7 @@ def start_detached(
 
     Raises AlreadyRunning, StartError with what the supervisor has said, or ConfigError if there can be no log.
     """
-    _check_not_running(run_dir, cluster)
+    _check_not_running(run_dir, cluster, overrides)
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
     command += [part for item in overrides for part in ("--set", item)]
     log_path = run_dir / SUPERVISOR_LOG
@@ -53,7 +53,7 @@ def start_detached(
             # The supervisor inherits the lock: nobody empties the file while it writes to it.
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _check_not_running(run_dir, cluster)
+            _check_not_running(run_dir, cluster, overrides)
             raise AlreadyRunning(
                 f"this cluster is being started or stopped; {log_path} shows how far that is"
             ) from None
@@ -75,10 +75,10 @@ def start_detached(
             raise
 
 
-def _check_not_running(run_dir: Path, cluster: Path) -> None:
+def _check_not_running(run_dir: Path, cluster: Path, overrides: Sequence[str]) -> None:
     table = read_table(run_dir)
     if table is not None:
-        raise already_running(table, cluster)
+        raise already_running(table, cluster, overrides)
 
 
 def _await_ready(run_dir: Path, process: subprocess.Popen[bytes], log_path: Path) -> Started:

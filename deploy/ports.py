@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import socket
 import sys
 import time
@@ -22,6 +23,7 @@ from common.config.router_processes import CONTROL
 from common.config.run_directory import control_addresses
 from common.errors import ConfigError
 from common.node_names import OWN
+from deploy.cluster_options import down_line
 
 PROC = Path("/proc")
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
@@ -53,6 +55,11 @@ class _User(NamedTuple):
         at = self.command.index("--cluster") if "--cluster" in self.command[:-1] else None
         return "" if at is None else self.command[at + 1]
 
+    @property
+    def overrides(self) -> list[str]:
+        """The values of its options `--set`."""
+        return [value for option, value in itertools.pairwise(self.command) if option == "--set"]
+
 
 def check_ports(resolved: Resolved, stopped: Callable[[], bool]) -> None:
     """Raise ConfigError for a port of the cluster that is in use.
@@ -77,7 +84,7 @@ def _refusal(place: _Place, user: _User | None) -> str:
     if user.cluster:
         return (
             f"port {place.port} is in use by the cluster of {user.cluster} (pid {user.pid}); {another}, or stop that "
-            f"cluster with deploy/down {user.cluster}"
+            f"cluster with {down_line(user.cluster, user.overrides)}"
         )
     return f"port {place.port} is in use by process {user.pid} ({user.command[0]}); {another}, or end it"
 

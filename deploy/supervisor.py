@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from common.node_names import is_pattern
 from common.process_entry import entry
 from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
+from deploy.cluster_options import down_line
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.own_model import lock_path
@@ -52,9 +53,10 @@ class AlreadyRunning(TandemError):
     """Another supervisor runs this cluster."""
 
 
-def already_running(table: Table | None, cluster: Path) -> AlreadyRunning:
+def already_running(table: Table | None, cluster: Path, overrides: Sequence[str]) -> AlreadyRunning:
     where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
-    return AlreadyRunning(f"this cluster is already running{where}; stop it with deploy/down {cluster}")
+    down = down_line(cluster, overrides)
+    return AlreadyRunning(f"this cluster is already running{where}; stop it with {down}")
 
 
 def _refuse_unstartable(cluster: Cluster) -> None:
@@ -92,6 +94,7 @@ class Supervisor:
 
     def __init__(self, resolved: Resolved, overrides: list[str]) -> None:
         self._resolved = resolved
+        self._overrides = overrides
         self._run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
         _refuse_unstartable(cluster)
@@ -259,7 +262,7 @@ class Supervisor:
                 os.close(descriptor)
                 if not isinstance(error, BlockingIOError):
                     raise
-                raise already_running(read_table(self._run_dir), self._resolved.file) from None
+                raise self._already_running(read_table(self._run_dir)) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
                     break
@@ -268,8 +271,11 @@ class Supervisor:
         table = read_table(self._run_dir)
         if table is not None:  # the lock file was removed while its supervisor runs
             os.close(descriptor)
-            raise already_running(table, self._resolved.file)
+            raise self._already_running(table)
         return descriptor
+
+    def _already_running(self, table: Table | None) -> AlreadyRunning:
+        return already_running(table, self._resolved.file, self._overrides)
 
     def _write_first(self) -> None:
         """Write the first table. If that fails the start fails, because `deploy/down` could not find the cluster."""

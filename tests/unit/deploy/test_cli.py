@@ -8,6 +8,7 @@ import http.server
 import io
 import json
 import os
+import shlex
 import signal
 import socketserver
 import threading
@@ -89,6 +90,13 @@ def test_a_cluster_that_does_not_run_is_reported(directory: Path) -> None:
     assert (result.exit_code, flat(result).strip()) == (3, f"not running; deploy/up {cluster} starts it")
     result = run("down", cluster)
     assert (result.exit_code, flat(result).strip()) == (0, "not running")
+
+
+def test_a_command_that_is_advised_has_the_options_of_the_one_that_advises_it(directory: Path) -> None:
+    cluster = str(directory / "c.yaml")
+    options = "--set process.run_dir=other --set 'model.served_name=a b' --set router.port=8002"
+    result = run("status", cluster, *shlex.split(options.replace("--set router.port=", "--port ")))
+    assert flat(result).strip() == f"not running; deploy/up {cluster} {options} starts it"
 
 
 def test_a_url_names_no_cluster(directory: Path) -> None:
@@ -433,6 +441,22 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 1
     first.stop()
+
+
+def test_how_to_stop_a_running_cluster_names_the_directory_that_it_was_given(directory: Path) -> None:
+    """Without it `deploy/down` would find the cluster that has the directory of the file, or none."""
+    given = f"process.run_dir={directory}/other"
+    first = supervisor(directory, given)
+    line = f"deploy/down {directory / 'c.yaml'} --set {given}"
+    with pytest.raises(AlreadyRunning, match=f"stop it with {line}$"):
+        supervisor(directory, "router.port=8002", given)
+    first.stop()
+
+
+def test_detach_beside_a_cluster_with_a_directory_of_its_own(directory: Path) -> None:
+    given = f"process.run_dir={make_table(directory, 'http://127.0.0.1:9')}"
+    result = run("up", "--detach", str(directory / "c.yaml"), "--set", given)
+    assert f"stop it with deploy/down {directory / 'c.yaml'} --set {given}" in flat(result)
 
 
 def test_a_file_system_without_locks_is_no_running_cluster(

@@ -80,6 +80,14 @@ def test_the_port_of_another_cluster_is_refused_before_anything_starts(load: Loa
     assert not any((supervisor.run_dir / "logs").iterdir())
 
 
+def test_the_other_cluster_is_stopped_in_the_directory_that_it_was_given(load: Load) -> None:
+    options = ("--set", "router.port=1", "--set", "process.run_dir=/home/me/my run")
+    with listener("--cluster", "o.yaml", *options) as (_, port):
+        with pytest.raises(ConfigError) as caught:
+            check_ports(load(port=port), lambda: False)
+    assert str(caught.value).endswith("with deploy/down o.yaml --set 'process.run_dir=/home/me/my run'")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_another_process_is_named(load: Load, host: str) -> None:
     with listener() as (pid, port):
