@@ -68,6 +68,10 @@ class ChatBuilder:
         """Return the request with these other fields; None leaves one out. Raises InvalidRequest."""
         given = {name: value for name, value in fields.items() if value is not None}
         messages = [_plain(message) for message in self._messages]
+        if not messages:
+            raise InvalidRequest(
+                "nothing in messages can be read by the model; send a text", param="messages"
+            )
         self.places = {f"messages[{index}]": field for index, field in enumerate(self._read_from)}
         self.places |= {
             f"messages[{index}].content[{position}].image_url": part.pop(_WHERE)

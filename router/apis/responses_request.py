@@ -159,7 +159,9 @@ _NOT_IN_ANSWERS = (
 )
 _ROLES = ("user", "assistant", "system", "developer")
 _KNOWN_ITEMS = "message, function_call, function_call_output and reasoning items"
-_KNOWN_PARTS = "input_text, output_text, refusal and input_image"
+_KNOWN_PARTS = (
+    "input_text and output_text with `text`, refusal with `refusal`, and input_image with `image_url`"
+)
 
 
 class ResponsesTask(msgspec.Struct, frozen=True, kw_only=True):

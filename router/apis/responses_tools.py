@@ -31,7 +31,7 @@ class ResponsesTool(FunctionTool, frozen=True):
     tools: list[FunctionTool] | None = None  # of a namespace
 
 
-class AllowedFunction(msgspec.Struct, frozen=True):
+class AllowedFunction(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the tools, by its name."""
 
     type: str

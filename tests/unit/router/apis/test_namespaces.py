@@ -103,6 +103,16 @@ async def test_a_function_of_a_namespace_can_be_forced(serve: Serve, tokenizer: 
     assert [tool["function"]["name"] for tool in chosen["tools"]] == ["weather__forecast"]
 
 
+async def test_allowed_tools_are_repeated_as_they_were_sent(serve: Serve, tokenizer: Tokenizer) -> None:
+    rig = await serve(served=replace(SERVED, answers=STYLE))
+    answers(rig, tokenizer, "no", "stop")
+    forecast = {"type": "function", "name": "forecast", "namespace": "weather"}
+    named = [{"type": "function", "name": "now"}, forecast]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": named}
+    status, answer, _ = await rig.post(PATH, {"input": "x", "tools": TOOLS, "tool_choice": choice})
+    assert (status, answer["tool_choice"]) == (200, choice)
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [

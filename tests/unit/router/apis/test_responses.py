@@ -286,6 +286,22 @@ async def test_refusals_name_the_clients_field(rig: Rig, body: dict[str, Any], p
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+async def test_the_refusal_of_items_without_content_does_not_ask_for_more_items(rig: Rig) -> None:
+    status, answer, _ = await rig.post(PATH, {"input": [{"type": "reasoning", "summary": []}]})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert answer["error"]["message"] == "nothing in input can be read by the model; send a text"
+
+
+@pytest.mark.parametrize("part", [{"type": "input_image", "file_id": "f"}, {"type": "input_text"}])
+async def test_the_refusal_of_a_part_says_which_field_is_missing(rig: Rig, part: dict[str, Any]) -> None:
+    status, answer, _ = await rig.post(PATH, {"input": [{"role": "user", "content": [part]}]})
+    assert status == 400
+    assert answer["error"]["message"] == (
+        f"input[0].content[0] has type '{part['type']}'; send input_text and output_text with `text`, refusal with "
+        "`refusal`, and input_image with `image_url`"
+    )
+
+
 async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     raw = json.dumps({"input": [{"role": "user", "content": "Hello"}], "top_k": 3}).encode()
