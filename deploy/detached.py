@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.run_directory import unwritable
-from deploy.process_table import read_table
+from deploy.process_table import BLOCK, read_table
 from deploy.supervisor import AlreadyRunning, StartError, already_running
 
 SUPERVISOR_LOG = "supervisor.log"
@@ -45,7 +45,7 @@ def start_detached(
     command += [part for item in overrides for part in ("--set", item)]
     log_path = run_dir / SUPERVISOR_LOG
     try:
-        log = log_path.open("ab")
+        log = log_path.open("ab", buffering=0)
     except OSError as error:
         raise unwritable(run_dir, error.strerror or str(error)) from error
     with log:
@@ -57,6 +57,12 @@ def start_detached(
             raise AlreadyRunning(
                 f"this cluster is being started or stopped; {log_path} shows how far that is"
             ) from None
+        log.truncate(0)
+        try:
+            # On a full disk the supervisor could not say why it ends.
+            log.write(bytes(BLOCK))
+        except OSError as error:
+            raise unwritable(run_dir, error.strerror or str(error)) from error
         log.truncate(0)
         process = subprocess.Popen(
             command,

@@ -381,6 +381,17 @@ def test_a_real_read_only_run_directory(
     assert f"cannot write to {small_disk.path}" in line
 
 
+@pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
+def test_a_real_full_disk(directory: Path, small_disk: FullDisk, arguments: tuple[str, ...]) -> None:
+    """The log of a detached supervisor, which would have its reason, is on this disk, too."""
+    small_disk.fill()
+    result = run(*arguments, str(directory / "c.yaml"), "--set", f"process.run_dir={small_disk.path}")
+    assert result.exit_code == 2
+    (line,) = flat(result).splitlines()
+    assert f"process.run_dir: cannot write to {small_disk.path}: " in line
+    assert "No space left on device" in line
+
+
 @pytest.mark.parametrize("call", ["mkdir", "lock", "write_bytes"])
 def test_a_disk_that_is_full_at_the_start_is_one_sentence(
     directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
