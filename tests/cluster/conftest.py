@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -57,11 +57,31 @@ class Reference:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         self._tokenizer = tokenizer
+        # Tokens of bytes that are not whole characters share a text: a guess with one of them is rarely confirmed.
+        self._ids = {tokenizer.token_text(token): token for token in range(tokenizer.vocab_size)}
         self._made: dict[tuple[int, ...], list[int]] = {}
 
-    def __call__(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> list[str]:
-        """Return the texts of the tokens, one by one, as logprobs show them."""
+    def __call__(
+        self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS, guess: Sequence[str] = ()
+    ) -> list[str]:
+        """Return the texts of the tokens, one by one, as logprobs show them.
+
+        `guess`: texts that are probably right, such as those of an answer. One forward confirms them all, in a
+        twentieth of the time that it takes to generate them. If one differs, all are generated.
+        """
+        known = self._made.get(tuple(prompt), [])
+        if len(known) < max_tokens == len(guess) and self._ids.keys() >= set(guess):
+            guessed = [self._ids[text] for text in guess]
+            if self._is_greedy(prompt, guessed):
+                self._made[tuple(prompt)] = guessed
         return [self._tokenizer.token_text(token) for token in self.ids(prompt, max_tokens)]
+
+    @torch.inference_mode()
+    def _is_greedy(self, prompt: list[int], continuation: list[int]) -> bool:
+        """Return whether each token is the most likely one after those before it."""
+        logits = self._model(torch.tensor([prompt + continuation[:-1]])).logits
+        best: list[int] = logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+        return best == continuation
 
     def ids(self, prompt: list[int], max_tokens: int) -> list[int]:
         known = self._made.get(tuple(prompt), [])

@@ -86,7 +86,7 @@ def differences(
     return [
         f"{len(prompt)} tokens: {answer.tokens} instead of {reference(prompt, length)}"
         for prompt, answer in zip(prompts, answers, strict=True)
-        if answer.tokens != reference(prompt, length)
+        if answer.tokens != reference(prompt, length, answer.tokens)
     ]
 
 
