@@ -88,9 +88,9 @@ class Reference:
         if len(known) < max_tokens:
             with torch.inference_mode():
                 output = self._model.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    max_new_tokens=max_tokens,
+                    torch.tensor([prompt + known]),
+                    attention_mask=torch.ones(1, len(prompt) + len(known), dtype=torch.long),
+                    max_new_tokens=max_tokens - len(known),
                     do_sample=False,
                     eos_token_id=None,
                     pad_token_id=0,

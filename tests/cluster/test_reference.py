@@ -7,7 +7,7 @@ import pytest
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.conftest import Reference, prompt_of
 
-LENGTH = 12
+LENGTH, MORE = 12, 3
 PROMPTS = [prompt_of(20, seed) for seed in range(1, 4)]
 PART_OF_CHARACTER = "\ufffd"  # the text of each token whose bytes are not whole characters
 
@@ -17,16 +17,16 @@ def generating(tokenizer: Tokenizer) -> Reference:
     """Return a reference that has generated its continuations."""
     reference = Reference(tokenizer)
     for prompt in PROMPTS:
-        reference(prompt, LENGTH)
+        reference(prompt, LENGTH + MORE)
     return reference
 
 
-def test_a_right_guess_is_confirmed(tokenizer: Tokenizer, generating: Reference) -> None:
+def test_a_right_guess_is_confirmed_and_continued(tokenizer: Tokenizer, generating: Reference) -> None:
     guessing = Reference(tokenizer)
     for prompt in PROMPTS:
         texts = generating(prompt, LENGTH)
         assert guessing(prompt, LENGTH, texts) == texts
-        assert guessing.ids(prompt, LENGTH) == generating.ids(prompt, LENGTH)
+        assert guessing.ids(prompt, LENGTH + MORE) == generating.ids(prompt, LENGTH + MORE)
 
 
 @pytest.mark.parametrize("place", [0, LENGTH // 2, LENGTH - 1])
