@@ -25,6 +25,7 @@ from tests.fakes.mtp_models import first_modules
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 MODELS = MODEL.parent
+LONG_SHOTS = 9  # examples in a prompt of about 650 tokens
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "ngram": ({"speculation": {"algorithm": "ngram", "steps": 4}}, 1.5),
     "ngram-one-behind-page1": (
@@ -134,12 +135,13 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-def few_shot_prompts(count: int) -> list[list[int]]:
+def few_shot_prompts(count: int, shots: int = 3) -> list[list[int]]:
+    """Return one prompt of about 650 tokens, and others with this many examples: about 200 tokens for three."""
     encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     prompts = []
     for index in range(count):
-        *shots, last = take(9, 500 + index, "heldout")
-        prompts.append(encoder.encode(few_shot_prompt(shots, last.question)).ids)
+        *examples, last = take(shots if index else LONG_SHOTS, 500 + index, "heldout")
+        prompts.append(encoder.encode(few_shot_prompt(examples, last.question)).ids)
     return prompts
 
 
@@ -154,7 +156,8 @@ async def test_greedy_tokens_and_accept_length(
     returned where the cluster allows them (row A12).
     """
     config, least = CASES[name]
-    prompts = few_shot_prompts(5)
+    # N-grams find drafts in what was said before.
+    prompts = few_shot_prompts(5, LONG_SHOTS if name.startswith("ngram") else 3)
     async with RunningCluster(tmp_path, config=config) as cluster:
         async with Client(cluster.url) as client:
             answers = await client.complete_all(prompts, 4, 48)
@@ -217,7 +220,8 @@ async def test_one_mtp_module_accepts_what_the_reference_says(reference: Referen
     steps, said = 4, 12
     path = first_modules(tmp_path / "one-module", 1)
     draft = load_reference(path, load_target())
-    prompts, rounds, accepted = few_shot_prompts(3), 0, 0
+    _, *prompts = few_shot_prompts(4)  # the loop reads the whole text for each draft, so not the long one
+    rounds = accepted = 0
     for prompt in prompts:
         ids, known = prompt + reference.ids(prompt, said + steps), len(prompt) + 1
         while known - len(prompt) < said:
