@@ -3,9 +3,9 @@
     python -m tests.bench.blocked --seconds 60 --json FILE NAME...      NAME: a word of a command line, such as `router`
 
 Every millisecond the state of each thread is read from /proc. A stretch of at least --least seconds in which it neither
-ran nor waited as an idle thread does is a block. It is told by the system call, by the kernel's function that waits
-and, if this process may read it, by the kernel's stack. So a table of files that grows, a disk that is slow and a page
-that is read from it all show, which a probe within the process cannot tell from each other (loop_probe.py).
+ran nor waited as an idle thread does is a block. Each is reported with the system call, the kernel's function that
+waits and, if this process may read it, the kernel's stack. So it shows whether a table of files grew, a disk was slow
+or a page was read from it, which a probe within the process (loop_probe.py) cannot tell.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Thread:
         """Return the state and the kernel's function if the thread is blocked, but not idle. Raises OSError."""
         state = os.pread(self._opened["stat"], 4096, 0).decode(errors="replace").rpartition(")")[2].split()[0]
         waits_in = self.read("wchan")
-        # Where the kernel does not tell the function, an idle thread cannot be told from a blocked one.
+        # Where the kernel does not name the function, an idle thread cannot be told from a blocked one.
         idle = state == "S" and (waits_in in ("", "0") or any(each in waits_in for each in IDLE))
         return None if idle or state not in "DS" else (state, waits_in)
 
@@ -78,13 +78,13 @@ class Watch:
 
     def __init__(self, thread: Thread) -> None:
         self.thread = thread
-        self._block: Block | None = None
+        self.block: Block | None = None  # which has not ended yet
 
     def sample(self, now: float) -> Block | None:
         """Return the block that has just ended, if one has. Raises OSError once the process has ended."""
-        found, before = self.thread.blocked(), self._block
+        found, before = self.thread.blocked(), self.block
         if found is None:
-            self._block = None
+            self.block = None
             return before
         state, waits_in = found
         if before is not None and (before.state, before.waits_in) == found:
@@ -92,7 +92,7 @@ class Watch:
             return None
         call = self.thread.read("syscall").split()[:1]
         stack = self.thread.read("stack").splitlines()[:LINES]
-        self._block = Block(self.thread.process, now, 0.0, state, waits_in, call[0] if call else "", stack)
+        self.block = Block(self.thread.process, now, 0.0, state, waits_in, call[0] if call else "", stack)
         return before
 
 
@@ -109,19 +109,25 @@ def threads_of(names: Sequence[str]) -> Iterator[Thread]:
 
 
 def watch(threads: Sequence[Thread], seconds: float, least: float) -> list[Block]:
-    """Sample for so many seconds, and return the blocks of at least `least` seconds in the order of their ends."""
-    watches, found, until = [Watch(each) for each in threads], [], time.monotonic() + seconds
-    while watches and (now := time.monotonic()) < until:
+    """Sample for so many seconds, and return the blocks of at least `least` seconds in the order of their ends.
+
+    A block that lasts until the end of the samples, or until its process ends, is one of them.
+    """
+    watches, found, now = [Watch(each) for each in threads], [], time.monotonic()
+    until = now + seconds
+    while watches and now < until:
         for each in tuple(watches):
             try:
                 ended = each.sample(now)
             except OSError:
                 watches.remove(each)
-                continue
-            if ended is not None and ended.seconds >= least:
+                ended = each.block
+            if ended is not None:
                 found.append(ended)
         time.sleep(INTERVAL)
-    return found
+        now = time.monotonic()
+    found += [each.block for each in watches if each.block is not None]
+    return [block for block in found if block.seconds >= least]
 
 
 def summary(blocks: Sequence[Block]) -> list[str]:
@@ -145,7 +151,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument(
-        "--least", type=float, default=0.003, help="seconds of the shortest block that is told"
+        "--least", type=float, default=0.003, help="seconds of the shortest block that is reported"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

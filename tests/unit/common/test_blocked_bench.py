@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.blocked import Thread, Watch, summary, threads_of
+from tests.bench.blocked import Thread, Watch, summary, threads_of, watch
 from tests.fakes.waiting import PATIENCE, until
 
 # It waits for a line, then for a lock, and for another line.
@@ -44,32 +44,49 @@ def write(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def until_it_waits(thread: Thread, function: str) -> None:
+    """Wait until the thread waits in a function of the kernel, not only for a page on its way there."""
+    until(lambda: function in thread.read("wchan"))
+
+
 def test_a_thread_that_waits_for_a_lock_is_blocked(child: subprocess.Popen[str], tmp_path: Path) -> None:
     name = str(tmp_path / "a-lock-of-this-test")
     (thread,) = threads_of([name])
     assert thread.pid == child.pid
-    watch = Watch(thread)
+    samples = Watch(thread)
     with open(name) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        until(lambda: thread.blocked() is None)
-        assert watch.sample(0.0) is None
+        until_it_waits(thread, "pipe_read")
+        assert samples.sample(0.0) is None
         write(child)
-        until(lambda: thread.blocked() is not None)
-        assert watch.sample(1.0) is None
-        assert watch.sample(1.25) is None
-    until(lambda: thread.blocked() is None)
-    block = watch.sample(1.5)
+        until_it_waits(thread, "lock_inode")
+        assert samples.sample(1.0) is None
+        assert samples.sample(1.25) is None
+    until_it_waits(thread, "pipe_read")
+    block = samples.sample(1.5)
     assert block is not None
     assert (block.process, block.state, block.since, block.seconds) == (name, "S", 1.0, 0.25)
-    assert "lock" in block.waits_in
-    assert watch.sample(2.0) is None
+    assert "lock_inode" in block.waits_in
+    assert samples.sample(2.0) is None
     assert summary([block]) == [
         f"{name}, {block.waits_in}, system call {block.system_call}: 1 x, longest 250.0 ms, 250.0 ms in all"
     ]
     thread.close()
 
 
-def test_the_files_of_a_process_that_has_ended_are_told_as_such(child: subprocess.Popen[str]) -> None:
+def test_a_block_that_outlasts_the_samples_is_reported(child: subprocess.Popen[str], tmp_path: Path) -> None:
+    name = str(tmp_path / "a-lock-of-this-test")
+    (thread,) = threads_of([name])
+    with open(name) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(child)
+        until_it_waits(thread, "lock_inode")
+        (block,) = watch([thread], 0.1, 0.0)
+    assert (block.process, block.state) == (name, "S")
+    thread.close()
+
+
+def test_reading_the_files_of_a_process_that_has_ended_raises(child: subprocess.Popen[str]) -> None:
     thread = Thread("child", child.pid)
     child.kill()
     child.wait(PATIENCE)
