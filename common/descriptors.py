@@ -14,9 +14,9 @@ MAX_DESCRIPTORS: Final = 65_536
 def prepare_descriptors() -> None:
     """Raise this process's limit of open files as far as allowed, and make room for all of them. Call it at the start.
 
-    Linux doubles the table of a process once all of its places are taken. With several threads whoever opens the
-    65th, 129th, ... file then waits until every processor has passed a quiet state (`synchronize_rcu`), in Python
-    with the interpreter's lock: 7 to 33 ms on a host with 32 processors, in which no stream got a token.
+    Linux doubles the table of a process once all of its places are taken. If the process has several threads, the one
+    that opens the next file waits until every processor has passed a quiet state (`synchronize_rcu`): 12 to 33 ms on a
+    host with 32 processors. In the router's loop no stream gets a token meanwhile.
     """
     _grow_table(_raise_limit())
 
@@ -32,7 +32,7 @@ def _raise_limit() -> int:
 
 def _grow_table(places: int) -> None:
     """Let the table have `places` places, which take 8 bytes each. It never shrinks."""
-    # Without memory for it the table stays as it is.
+    # If there is no memory for it, the table stays as it is.
     with contextlib.suppress(OSError):
         found = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
