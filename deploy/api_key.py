@@ -91,8 +91,13 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
     try:
         lock(directory, file.parent)  # two concurrent runs would lose one of the keys
         text = _text_of(file) if file.exists() else ""
-        if any(row.strip() and not row.startswith("#") for row in text.splitlines()):
-            read_api_keys(file)  # refuses a file that is invalid or readable by others
+        has_keys = any(row.strip() and not row.startswith("#") for row in text.splitlines())
+        # refuses a file that is invalid or readable by others
+        present = read_api_keys(file) if has_keys else ()
+        if any(key.id == entry["id"] for key in present):
+            raise ConfigError(
+                "", f"there is a key with the id {entry['id']}; choose another id, or remove that entry"
+            )
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
             out.write(_with_line(text, line))
             out.flush()

@@ -89,7 +89,7 @@ def test_a_list_in_brackets_is_extended(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("team-a",), "two entries have the id team-a"),
+        (("team-a",), "there is a key with the id team-a; choose another id"),
         (("a b",), "id"),
         (("x", "--expires", "soon"), "expires"),
         (("x", "--expires", "2027-01-31}, {id: y"), "expires"),
