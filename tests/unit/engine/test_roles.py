@@ -18,6 +18,7 @@ import prefill_node.build
 from common.config import load_cluster
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.slots import StaticInputs
+from common.engine.ops.key_parts import ended_programs
 from common.engine.state.relay_state import RelayState
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -81,6 +82,7 @@ def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any])
     file.write_text(yaml.safe_dump(config))
     log = Log("roles")
     build: Any = {"prefill": prefill_node.build.build, "decode": decode_node.build.build}[role]
+    ended_programs(torch.device("cpu"))  # made once per process, and not a part of the first node
     gc.collect()
     gc.freeze()  # older objects are not examined
     try:
