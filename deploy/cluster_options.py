@@ -38,6 +38,7 @@ def command_line(command: str, target: str | Path, overrides: Iterable[str]) -> 
 def down_line(cluster: str | Path, overrides: Iterable[str]) -> str:
     """Return the line that stops the cluster that was started from this file with these overrides.
 
-    It has that of the run directory, because another directory is that of another cluster, or of none.
+    It keeps the override of the run directory: another directory belongs to another cluster, or to none.
     """
-    return command_line("down", cluster, [each for each in overrides if each.startswith(f"{RUN_DIR}=")])
+    kept = [each for each in overrides if each.partition("=")[0].strip() == RUN_DIR]
+    return command_line("down", cluster, kept)

@@ -8,6 +8,7 @@ import http.server
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socketserver
@@ -454,12 +455,15 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
     first.stop()
 
 
-def test_how_to_stop_a_running_cluster_names_the_directory_that_it_was_given(directory: Path) -> None:
+@pytest.mark.parametrize("key", ["process.run_dir", " process.run_dir "])
+def test_how_to_stop_a_running_cluster_names_the_directory_that_it_was_given(
+    directory: Path, key: str
+) -> None:
     """Without it `deploy/down` would find the cluster that has the directory of the file, or none."""
-    given = f"process.run_dir={directory}/other"
+    given = f"{key}={directory}/other"
     first = supervisor(directory, given)
-    line = f"deploy/down {directory / 'c.yaml'} --set {given}"
-    with pytest.raises(AlreadyRunning, match=f"stop it with {line}$"):
+    line = shlex.join(["deploy/down", str(directory / "c.yaml"), "--set", given])
+    with pytest.raises(AlreadyRunning, match=f"stop it with {re.escape(line)}$"):
         supervisor(directory, "router.port=8002", given)
     first.stop()
 
