@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.observability.stderr_file import STDERR, StderrFile, await_room
+from common.observability.stderr_file import ROOM_SECONDS, STDERR, StderrFile, await_room
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 _root = logging.getLogger()
@@ -90,13 +90,18 @@ class _StderrHandler(logging.Handler):
         if self._file is not None:
             self._file.make_room(len(data))
         written = 0
+        deadline: float | None = None
         try:
             while written < len(data):
                 try:
                     written += os.write(STDERR, data[written:])
                 except BlockingIOError:
                     # Once a line is lost, no other one waits until the reader goes on.
-                    if self._lost or not await_room():
+                    if self._lost:
+                        raise
+                    if deadline is None:
+                        deadline = time.monotonic() + ROOM_SECONDS
+                    if not await_room(deadline):
                         raise
         except OSError:
             self._lost += 1

@@ -15,11 +15,12 @@ import fcntl
 import os
 import select
 import stat
+import time
 from pathlib import Path
 
 STDOUT, STDERR = 1, 2
 PIPE_BYTES = 1 << 20  # what Linux allows every user; a pipe has 64 KiB otherwise
-ROOM_SECONDS = 0.05  # for which a line waits for a reader that is slow
+ROOM_SECONDS = 0.05  # for which a line waits in all for a reader that is slow
 
 
 def never_wait_for_readers() -> None:
@@ -37,6 +38,7 @@ def never_wait_for_readers() -> None:
 def _never_wait(descriptor: int) -> None:
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):
+        # A socket cannot be opened again: no other process that has it waits any longer, either.
         os.set_blocking(descriptor, False)
     elif stat.S_ISFIFO(mode) or os.isatty(descriptor):
         # The process that started this one has the same open file, and may rely on waiting.
@@ -49,11 +51,14 @@ def _never_wait(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
-def await_room() -> bool:
-    """Wait for the reader of standard error, for at most ROOM_SECONDS. Return False if there is no room yet."""
+def await_room(deadline: float) -> bool:
+    """Wait for the reader of standard error until `deadline` (`time.monotonic`). Return False if there is no room."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return False
     waiting = select.poll()
     waiting.register(STDERR, select.POLLOUT)
-    return bool(waiting.poll(ROOM_SECONDS * 1000))
+    return bool(waiting.poll(left * 1000))
 
 
 def write_stderr(text: str) -> None:

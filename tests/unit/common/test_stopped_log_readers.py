@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.observability.stderr_file import PIPE_BYTES
+from common.observability.stderr_file import PIPE_BYTES, ROOM_SECONDS
 from common.process import EXIT_DEFECT
 from tests.cluster.harness import ENV, MODEL
 from tests.fakes.waiting import PATIENCE
@@ -29,6 +29,32 @@ BODIES = {
     "            os.write(2, b'x' * 100_000)\n",
     "hangs": f"{MANY}    end_within(0.2)\n    time.sleep(10_000)\n",
 }
+# A long line, and a reader that takes one page of it whenever the process waits. The time is that of its waits only.
+SLOW_READER = """
+import os, select, time
+from common.observability import logs
+from common.observability.logs import Log
+
+now = 0.0
+
+class Reader:
+    def register(self, descriptor, events):
+        pass
+
+    def poll(self, milliseconds):
+        global now
+        now += min(milliseconds, 20) / 1000
+        os.read(read, 4096)
+        return [(2, select.POLLOUT)]
+
+read, write = os.pipe()
+os.set_blocking(write, False)
+os.dup2(write, 2)
+select.poll, time.monotonic = Reader, lambda: now
+logs.configure("node", "info")
+Log("node").info("x" * 1_000_000)
+print(now)
+"""
 # deploy/up with a supervisor that only reports.
 SUPERVISOR = """
 import sys
@@ -128,6 +154,18 @@ def test_a_process_that_hangs_is_ended_although_nobody_reads_its_stacks(
 ) -> None:
     with started(tmp_path, process_of_a_cluster("hangs"), unread[1]) as process:
         assert process.wait(PATIENCE) == EXIT_DEFECT
+
+
+def test_all_waits_of_a_line_together_are_bounded() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SLOW_READER],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert float(run.stdout) == pytest.approx(ROOM_SECONDS)
 
 
 def test_lost_lines_are_counted_once_somebody_reads_again(tmp_path: Path) -> None:
