@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from common.descriptors import prepare_descriptors
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
@@ -139,6 +140,7 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
+    prepare_descriptors()
     channel: StartChannel[ToRank] = StartChannel(socket.socket(fileno=descriptor), ToRank, peer=0)
     try:
         begin = channel.receive(START_SECONDS)

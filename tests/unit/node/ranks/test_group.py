@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from common.descriptors import MAX_DESCRIPTORS
 from common.errors import ConfigError, RankFailed
 from common.node.ranks.board import BoardField
 from common.node.ranks.group import RankGroup
@@ -79,7 +81,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 def test_ranks_start_serve_and_end_together(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a rank starts inherit nothing."""
+    """Processes that a rank starts inherit nothing, and its table of open files need not grow."""
     monkeypatch.setattr("common.node.ranks.group.END_SECONDS", PATIENCE)
     started.serve()
     for process in started.group.processes:
@@ -88,6 +90,12 @@ def test_ranks_start_serve_and_end_together(started: Started, monkeypatch: pytes
         flags = [re.search(r"^flags:\s+(\d+)", each.read_text(), re.MULTILINE) for each in passed]
         assert passed
         assert all(each is not None and int(each[1], 8) & os.O_CLOEXEC for each in flags)
+        places = re.search(r"^FDSize:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert places is not None
+        assert int(places[1]) >= (
+            MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+        )
     assert started.reports[-1] == ("loading", 11, 30)
     given = (started.directory / "given-2").read_text()
     assert given == "of rank 0, of rank 1, of rank 2"
