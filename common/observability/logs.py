@@ -54,7 +54,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes each record to standard error in one call, without a buffer that a full disk would fill."""
+    """Writes each record to standard error, without a buffer that a full disk would fill."""
 
     def __init__(self, file: StderrFile | None, node: str) -> None:
         super().__init__()
@@ -66,12 +66,13 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-            if self._lost:
-                line = f"{self._loss()}\n{line}"
+            loss = self._loss() if self._lost else ""
         except Exception:  # a field whose str() fails must not reach the caller
             self.handleError(record)
             return
-        self._write(("\n" * self._cut + line + "\n").encode(errors="replace"))
+        # In a call of its own: if only the record is cut, this loss is not reported again.
+        if not loss or self._write(self._after_cut(loss)):
+            self._write(self._after_cut(line))
 
     def write(self, level: str, event: str, fields: dict[str, Any]) -> bool:
         """Write an event without a record of `logging`, at a fraction of its cost. Return False if it needs one."""
@@ -86,7 +87,12 @@ class _StderrHandler(logging.Handler):
             self._write(data + b"\n")
         return True
 
-    def _write(self, data: bytes) -> None:
+    def _after_cut(self, line: str) -> bytes:
+        """Return the bytes of a line, which first ends the last one if that was cut."""
+        return ("\n" * self._cut + line + "\n").encode(errors="replace")
+
+    def _write(self, data: bytes) -> bool:
+        """Write one line. Return False, and count one more lost record, if it could not be written as a whole."""
         if self._file is not None:
             self._file.make_room(len(data))
         written = 0
@@ -106,8 +112,9 @@ class _StderrHandler(logging.Handler):
         except OSError:
             self._lost += 1
             self._cut = self._cut or written > 0
-        else:
-            self._lost, self._cut = 0, False
+            return False
+        self._lost, self._cut = 0, False
+        return True
 
     def _loss(self) -> str:
         fields = {"lines": self._lost}

@@ -55,6 +55,25 @@ logs.configure("node", "info")
 Log("node").info("x" * 1_000_000)
 print(now)
 """
+# A reader that stops, takes one page, and stops again: it gets a report of lost lines, and a part of a line.
+READER_OF_ONE_PAGE = """
+import os
+from common.observability import logs
+from common.observability.logs import Log
+
+read, write = os.pipe()
+os.set_blocking(write, False)
+os.dup2(write, 2)
+logs.configure("node", "info")
+log = Log("node")
+for n in range(20):
+    log.info("x" * 10_000, n=n)
+data = os.read(read, 4096)
+log.info("x" * 10_000, n=20)
+data += os.read(read, 1 << 20)
+log.info("read again", n=21)
+os.write(1, data + os.read(read, 1 << 20))
+"""
 # deploy/up with a supervisor that only reports.
 SUPERVISOR = """
 import sys
@@ -156,16 +175,25 @@ def test_a_process_that_hangs_is_ended_although_nobody_reads_its_stacks(
         assert process.wait(PATIENCE) == EXIT_DEFECT
 
 
+def output(program: str) -> str:
+    """Run a program that reads its own log, and return what it writes to standard output."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, env=ENV, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=True
+    ).stdout
+
+
 def test_all_waits_of_a_line_together_are_bounded() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SLOW_READER],
-        env=ENV,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    assert float(run.stdout) == pytest.approx(ROOM_SECONDS)
+    assert float(output(SLOW_READER)) == pytest.approx(ROOM_SECONDS)
+
+
+def test_no_lost_line_is_reported_twice() -> None:
+    lines = [json.loads(line) for line in output(READER_OF_ONE_PAGE).splitlines() if line.endswith("}")]
+    kept = [line["n"] for line in lines if "n" in line]
+    lost = [line["lines"] for line in lines if "lines" in line]
+    assert kept[-1] == 21
+    assert len(lost) == 2
+    assert sum(lost) + len(kept) == 22
 
 
 def test_lost_lines_are_counted_once_somebody_reads_again(tmp_path: Path) -> None:
