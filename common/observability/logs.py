@@ -76,14 +76,15 @@ class _StderrHandler(logging.Handler):
 
     def write(self, level: str, event: str, fields: dict[str, Any]) -> bool:
         """Write an event without a record of `logging`, at a fraction of its cost. Return False if it needs one."""
-        if self._lost or self._cut:
-            return False
         try:
             data = _encode(_line(time.time(), level, self._node, event, fields))
         except Exception:  # `emit` reports it
             return False
         assert self.lock is not None
         with self.lock:
+            # Another thread may have lost a line while this one waited for the lock.
+            if self._lost or self._cut:
+                return False
             self._write(data + b"\n")
         return True
 

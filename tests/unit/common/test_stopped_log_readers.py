@@ -74,6 +74,41 @@ data += os.read(read, 1 << 20)
 log.info("read again", n=21)
 os.write(1, data + os.read(read, 1 << 20))
 """
+# Another thread logs while the first one waits for the reader, which reads too late for the first one's line.
+OTHER_THREAD = """
+import os, select, threading, time
+from common.observability import logs
+from common.observability.logs import Log
+
+read, write = os.pipe()
+os.set_blocking(write, False)
+os.dup2(write, 2)
+logs.configure("node", "info")
+log, data, now, stamped = Log("node"), b"", time.time, threading.Event()
+other = threading.Thread(target=lambda: log.info("of another thread"))
+
+class Reader:
+    def register(self, descriptor, events):
+        pass
+
+    def poll(self, milliseconds):
+        global data
+        other.start()
+        stamped.wait()
+        data += os.read(read, 1 << 20)
+        return []
+
+def stamp():
+    if threading.current_thread() is other:
+        stamped.set()
+    return now()
+
+select.poll, time.time, time.monotonic = Reader, stamp, lambda: 0.0
+while other.ident is None:
+    log.info("x" * 10_000)
+other.join()
+os.write(1, data + os.read(read, 1 << 20))
+"""
 # deploy/up with a supervisor that only reports.
 SUPERVISOR = """
 import sys
@@ -194,6 +229,12 @@ def test_no_lost_line_is_reported_twice() -> None:
     assert kept[-1] == 21
     assert len(lost) == 2
     assert sum(lost) + len(kept) == 22
+
+
+def test_a_loss_that_another_thread_has_is_reported() -> None:
+    lines = [json.loads(line) for line in output(OTHER_THREAD).splitlines() if line.endswith("}")]
+    assert [line.get("lines") for line in lines[-2:]] == [1, None]
+    assert lines[-1]["event"] == "of another thread"
 
 
 def test_lost_lines_are_counted_once_somebody_reads_again(tmp_path: Path) -> None:
