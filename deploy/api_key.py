@@ -92,7 +92,7 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
         lock(directory, file.parent)  # two concurrent runs would lose one of the keys
         text = _text_of(file) if file.exists() else ""
         has_keys = any(row.strip() and not row.startswith("#") for row in text.splitlines())
-        # refuses a file that is invalid or readable by others
+        # Reading refuses a file that is invalid or that others can read.
         present = read_api_keys(file) if has_keys else ()
         if any(key.id == entry["id"] for key in present):
             raise ConfigError(
