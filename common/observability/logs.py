@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.observability.stderr_file import ROOM_SECONDS, STDERR, StderrFile, await_room
+from common.observability.stderr_file import STDERR, RoomPatience, StderrFile
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 _root = logging.getLogger()
@@ -60,6 +60,7 @@ class _StderrHandler(logging.Handler):
         super().__init__()
         self._file = file
         self._node = node
+        self._patience = RoomPatience()
         self._lost = 0  # records since the last one that was written
         self._cut = file is not None and file.ends_within_a_line()  # the last line was written in part
 
@@ -97,18 +98,13 @@ class _StderrHandler(logging.Handler):
         if self._file is not None:
             self._file.make_room(len(data))
         written = 0
-        deadline: float | None = None
         try:
             while written < len(data):
                 try:
                     written += os.write(STDERR, data[written:])
                 except BlockingIOError:
                     # Once a line is lost, no other one waits until the reader goes on.
-                    if self._lost:
-                        raise
-                    if deadline is None:
-                        deadline = time.monotonic() + ROOM_SECONDS
-                    if not await_room(deadline):
+                    if self._lost or not self._patience.await_room():
                         raise
         except OSError:
             self._lost += 1

@@ -20,7 +20,8 @@ from pathlib import Path
 
 STDOUT, STDERR = 1, 2
 PIPE_BYTES = 1 << 20  # what Linux allows every user; a pipe has 64 KiB otherwise
-ROOM_SECONDS = 0.05  # for which a line waits in all for a reader that is slow
+ROOM_SECONDS = 0.05  # for which the lines of ROOM_INTERVAL seconds wait, in all, for a reader that is slow
+ROOM_INTERVAL = 10.0
 
 
 def never_wait_for_readers() -> None:
@@ -51,14 +52,25 @@ def _never_wait(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
-def await_room(deadline: float) -> bool:
-    """Wait for the reader of standard error until `deadline` (`time.monotonic`). Return False if there is no room."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return False
-    waiting = select.poll()
-    waiting.register(STDERR, select.POLLOUT)
-    return bool(waiting.poll(left * 1000))
+class RoomPatience:
+    """Waits for a slow reader of standard error, but not so often that it slows down the loops that log."""
+
+    def __init__(self) -> None:
+        self._since = -ROOM_INTERVAL  # monotonic seconds
+        self._left = 0.0  # seconds
+
+    def await_room(self) -> bool:
+        """Wait until there is room. Return False once all waits since the interval began have taken ROOM_SECONDS."""
+        now = time.monotonic()
+        if now - self._since >= ROOM_INTERVAL:
+            self._since, self._left = now, ROOM_SECONDS
+        if self._left <= 0:
+            return False
+        waiting = select.poll()
+        waiting.register(STDERR, select.POLLOUT)
+        found = waiting.poll(self._left * 1000)
+        self._left -= time.monotonic() - now
+        return bool(found)
 
 
 def write_stderr(text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.observability.stderr_file import PIPE_BYTES, ROOM_SECONDS
+from common.observability.stderr_file import PIPE_BYTES, ROOM_INTERVAL, ROOM_SECONDS
 from common.process import EXIT_DEFECT
 from tests.cluster.harness import ENV, MODEL
 from tests.fakes.waiting import PATIENCE
@@ -29,9 +29,9 @@ BODIES = {
     "            os.write(2, b'x' * 100_000)\n",
     "hangs": f"{MANY}    end_within(0.2)\n    time.sleep(10_000)\n",
 }
-# A long line, and a reader that takes one page of it whenever the process waits. The time is that of its waits only.
+# A reader that takes one page whenever the process waits. The time is that of its waits, and of one pause.
 SLOW_READER = """
-import os, select, time
+import os, select, sys, time
 from common.observability import logs
 from common.observability.logs import Log
 
@@ -52,62 +52,14 @@ os.set_blocking(write, False)
 os.dup2(write, 2)
 select.poll, time.monotonic = Reader, lambda: now
 logs.configure("node", "info")
-Log("node").info("x" * 1_000_000)
+for _ in range(int(sys.argv[1])):
+    Log("node").info("x" * int(sys.argv[2]))
 print(now)
-"""
-# A reader that stops, takes one page, and stops again: it gets a report of lost lines, and a part of a line.
-READER_OF_ONE_PAGE = """
-import os
-from common.observability import logs
-from common.observability.logs import Log
-
-read, write = os.pipe()
-os.set_blocking(write, False)
-os.dup2(write, 2)
-logs.configure("node", "info")
-log = Log("node")
-for n in range(20):
-    log.info("x" * 10_000, n=n)
-data = os.read(read, 4096)
-log.info("x" * 10_000, n=20)
-data += os.read(read, 1 << 20)
-log.info("read again", n=21)
-os.write(1, data + os.read(read, 1 << 20))
-"""
-# Another thread logs while the first one waits for the reader, which reads too late for the first one's line.
-OTHER_THREAD = """
-import os, select, threading, time
-from common.observability import logs
-from common.observability.logs import Log
-
-read, write = os.pipe()
-os.set_blocking(write, False)
-os.dup2(write, 2)
-logs.configure("node", "info")
-log, data, now, stamped = Log("node"), b"", time.time, threading.Event()
-other = threading.Thread(target=lambda: log.info("of another thread"))
-
-class Reader:
-    def register(self, descriptor, events):
-        pass
-
-    def poll(self, milliseconds):
-        global data
-        other.start()
-        stamped.wait()
-        data += os.read(read, 1 << 20)
-        return []
-
-def stamp():
-    if threading.current_thread() is other:
-        stamped.set()
-    return now()
-
-select.poll, time.time, time.monotonic = Reader, stamp, lambda: 0.0
-while other.ident is None:
-    log.info("x" * 10_000)
-other.join()
-os.write(1, data + os.read(read, 1 << 20))
+os.read(read, 1 << 20)
+now += float(sys.argv[3])
+for _ in range(int(sys.argv[1])):
+    Log("node").info("x" * int(sys.argv[2]))
+print(now)
 """
 # deploy/up with a supervisor that only reports.
 SUPERVISOR = """
@@ -218,23 +170,20 @@ def output(program: str) -> str:
     ).stdout
 
 
-def test_all_waits_of_a_line_together_are_bounded() -> None:
-    assert float(output(SLOW_READER)) == pytest.approx(ROOM_SECONDS)
-
-
-def test_no_lost_line_is_reported_twice() -> None:
-    lines = [json.loads(line) for line in output(READER_OF_ONE_PAGE).splitlines() if line.endswith("}")]
-    kept = [line["n"] for line in lines if "n" in line]
-    lost = [line["lines"] for line in lines if "lines" in line]
-    assert kept[-1] == 21
-    assert len(lost) == 2
-    assert sum(lost) + len(kept) == 22
-
-
-def test_a_loss_that_another_thread_has_is_reported() -> None:
-    lines = [json.loads(line) for line in output(OTHER_THREAD).splitlines() if line.endswith("}")]
-    assert [line.get("lines") for line in lines[-2:]] == [1, None]
-    assert lines[-1]["event"] == "of another thread"
+@pytest.mark.parametrize(("lines", "size"), [(1, 1_000_000), (40, 10_000), (2000, 1000)])
+@pytest.mark.parametrize("pause", [0.0, ROOM_INTERVAL])
+def test_all_waits_of_an_interval_together_are_bounded(lines: int, size: int, pause: float) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SLOW_READER, str(lines), str(size), str(pause)],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    first, second = map(float, run.stdout.split())
+    assert first == pytest.approx(ROOM_SECONDS)
+    assert second == pytest.approx(ROOM_SECONDS + (pause + ROOM_SECONDS if pause else 0.0))
 
 
 def test_lost_lines_are_counted_once_somebody_reads_again(tmp_path: Path) -> None:
