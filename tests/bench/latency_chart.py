@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "tests/bench/results/independent-h200.json"
@@ -88,9 +89,9 @@ def shown() -> list[list[Any]]:
     return [[load, system(row), *(bar(row, panel)[1] for panel in PANELS)] for load, row in rows]
 
 
-def digest() -> str:
-    """Return the digest that each picture contains."""
-    return hashlib.sha256(json.dumps(shown()).encode()).hexdigest()
+def digest_of(values: list[list[Any]]) -> str:
+    """Return the digest of everything that a picture shows."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def style(theme: Theme) -> Any:
@@ -106,6 +107,26 @@ def style(theme: Theme) -> Any:
         "xtick.color": theme.faint,
         "ytick.color": theme.ink,
     }
+
+
+def save(figure: Figure, theme: Theme, title: str, values: list[list[Any]]) -> None:
+    """Write a picture with the digest of the values that it shows, and close it."""
+    from matplotlib import pyplot
+
+    figure.savefig(
+        IMAGES / theme.file,
+        facecolor=theme.background,
+        metadata={"Date": None, "Title": title, "Description": digest_of(values)},
+    )
+    pyplot.close(figure)
+
+
+def only_edge(axes: Axes, theme: Theme, edge: str) -> None:
+    """Leave one line of the frame of some axes: "left" or "bottom"."""
+    axes.set_facecolor(theme.background)
+    for each in ("top", "right", "bottom", "left"):
+        axes.spines[each].set_visible(each == edge)
+    axes.spines[edge].set_color(theme.faint)
 
 
 def draw(theme: Theme) -> None:
@@ -135,12 +156,7 @@ def draw(theme: Theme) -> None:
         for axes, panel in zip(grid[-1], PANELS, strict=True):
             axes.set_xlabel(panel.better, color=theme.faint, loc="left", fontsize=8.5)
         figure.subplots_adjust(left=0.19, right=0.985, top=0.85, bottom=0.06, wspace=0.12, hspace=0.42)
-        figure.savefig(
-            IMAGES / theme.file,
-            facecolor=theme.background,
-            metadata={"Date": None, "Title": "Latency of tandem and vLLM", "Description": digest()},
-        )
-        pyplot.close(figure)
+        save(figure, theme, "Latency of tandem and vLLM", shown())
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], panel: Panel, theme: Theme) -> None:
@@ -156,10 +172,7 @@ def _bars(axes: Axes, rows: list[dict[str, Any]], panel: Panel, theme: Theme) ->
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks([])
     axes.set_xticks([])
-    axes.set_facecolor(theme.background)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color(theme.faint)
+    only_edge(axes, theme, "left")
 
 
 if __name__ == "__main__":

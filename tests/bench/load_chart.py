@@ -8,13 +8,12 @@ docs/images/loads.svg and loads-dark.svg, as latency_chart.py does; each picture
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.latency_chart import DARK, IMAGES, LIGHT, MEASURED, ROOT, Theme, style
+from tests.bench.latency_chart import DARK, IMAGES, LIGHT, MEASURED, ROOT, Theme, only_edge, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,11 +104,6 @@ def labelled(line: Sequence[Point]) -> list[Point]:
     return chosen
 
 
-def loads_digest() -> str:
-    """Return the digest that each picture contains."""
-    return hashlib.sha256(json.dumps(loads_shown()).encode()).hexdigest()
-
-
 def draw_loads(theme: Theme) -> None:
     """Write one picture."""
     import matplotlib
@@ -124,12 +118,7 @@ def draw_loads(theme: Theme) -> None:
         handles, names = grid[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="lower center", ncols=3, frameon=False, labelcolor=theme.ink)
         figure.subplots_adjust(left=0.035, right=0.985, top=0.9, bottom=0.26, wspace=0.14)
-        figure.savefig(
-            IMAGES / theme.file,
-            facecolor=theme.background,
-            metadata={"Date": None, "Title": "Loads on two H200s", "Description": loads_digest()},
-        )
-        pyplot.close(figure)
+        save(figure, theme, "Loads on two H200s", loads_shown())
 
 
 def _panel(axes: Axes, number: int, theme: Theme) -> None:
@@ -165,10 +154,7 @@ def _panel(axes: Axes, number: int, theme: Theme) -> None:
     axes.set_ylim(0, 1.16 * most)
     axes.set_xticks([16, 24, 32, 40, 48, 56])
     axes.tick_params(left=False, labelleft=False)
-    axes.set_facecolor(theme.background)
-    for edge in ("top", "right", "left"):
-        axes.spines[edge].set_visible(False)
-    axes.spines["bottom"].set_color(theme.faint)
+    only_edge(axes, theme, "bottom")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ latency_chart.py does; each picture contains a digest of the values it shows.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.latency_chart import DARK, IMAGES, LIGHT, ROOT, Theme, style
+from tests.bench.latency_chart import DARK, IMAGES, LIGHT, ROOT, Theme, only_edge, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,11 +54,6 @@ def placement_shown() -> list[list[Any]]:
     ]
 
 
-def placement_digest() -> str:
-    """Return the digest that each picture contains."""
-    return hashlib.sha256(json.dumps(placement_shown()).encode()).hexdigest()
-
-
 def draw_placement(theme: Theme) -> None:
     """Write one picture."""
     import matplotlib
@@ -84,12 +78,7 @@ def draw_placement(theme: Theme) -> None:
             handles, names, loc="lower center", ncols=len(POLICIES), frameon=False, labelcolor=theme.ink
         )
         figure.subplots_adjust(left=0.05, right=0.99, top=0.93, bottom=0.13, wspace=0.08, hspace=0.22)
-        figure.savefig(
-            IMAGES / theme.file,
-            facecolor=theme.background,
-            metadata={"Date": None, "Title": "Placement policies", "Description": placement_digest()},
-        )
-        pyplot.close(figure)
+        save(figure, theme, "Placement policies", placement_shown())
 
 
 def _groups(axes: Axes, found: list[dict[str, Any]], panel: tuple[str, str, float], theme: Theme) -> None:
@@ -107,10 +96,7 @@ def _groups(axes: Axes, found: list[dict[str, Any]], panel: tuple[str, str, floa
     axes.set_ylim(0, 1.12 * max(values.values()))
     axes.set_xticks(range(len(sizes)), [f"{size} nodes" for size in sizes])
     axes.tick_params(bottom=False, left=False, labelleft=False, which="both")
-    axes.set_facecolor(theme.background)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.faint)
+    only_edge(axes, theme, "bottom")
 
 
 if __name__ == "__main__":
