@@ -29,10 +29,14 @@ def with_port(overrides: list[str] | None, port: int | None) -> list[str]:
     return [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
 
 
+def set_options(overrides: Iterable[str]) -> list[str]:
+    """Return the options of a command that give it these overrides."""
+    return [part for each in overrides for part in ("--set", each)]
+
+
 def command_line(command: str, target: str | Path, overrides: Iterable[str]) -> str:
     """Return the line that runs `deploy/COMMAND` on a target, to be copied into a shell."""
-    options = [part for each in overrides for part in ("--set", each)]
-    return shlex.join([f"deploy/{command}", str(target), *options])
+    return shlex.join([f"deploy/{command}", str(target), *set_options(overrides)])
 
 
 def down_line(cluster: str | Path, overrides: Iterable[str]) -> str:

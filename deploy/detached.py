@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.run_directory import unwritable
+from deploy.cluster_options import set_options
 from deploy.process_table import BLOCK, read_table
 from deploy.supervisor import AlreadyRunning, StartError, already_running
 
@@ -41,8 +42,7 @@ def start_detached(
     Raises AlreadyRunning, StartError with what the supervisor has said, or ConfigError if there can be no log.
     """
     _check_not_running(run_dir, cluster, overrides)
-    command = [sys.executable, "-m", "deploy.cli", "up", str(cluster)]
-    command += [part for item in overrides for part in ("--set", item)]
+    command = [sys.executable, "-m", "deploy.cli", "up", str(cluster), *set_options(overrides)]
     log_path = run_dir / SUPERVISOR_LOG
     try:
         log = log_path.open("ab", buffering=0)

@@ -24,7 +24,7 @@ from common.node_names import is_pattern
 from common.process_entry import entry
 from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
-from deploy.cluster_options import down_line
+from deploy.cluster_options import down_line, set_options
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.own_model import lock_path
@@ -108,7 +108,7 @@ class Supervisor:
             self._lock = self._take_lock()
         except OSError as error:
             raise unwritable(self._run_dir, error.strerror or str(error)) from error
-        common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
+        common = ["--cluster", str(resolved.file), *set_options(overrides)]
         children = [
             Child(name, [*command, *common], logs / f"{name}.log") for name, command in _processes(cluster)
         ]

@@ -160,7 +160,8 @@ def test_placing_a_request_costs_the_same_with_many_nodes(policy: str, sessions:
     assert few.instructions > few.calls, "instructions are counted"
     assert many.calls <= 1.1 * few.calls, f"{many.calls} calls instead of {few.calls}"
     # Heaps of more nodes are deeper: up to 1.14 times with Python 3.11, and 1.15 with 3.12, which counts otherwise.
-    assert many.instructions <= 1.2 * few.instructions, f"{many.instructions} instead of {few.instructions}"
+    most = 1.15 if sys.version_info < (3, 12) else 1.2
+    assert many.instructions <= most * few.instructions, f"{many.instructions} instead of {few.instructions}"
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "least_loaded", "power_of_two"])
