@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from common.file_lock import lock
 from common.messages.generation import MAX_PRIORITY
 
 EXIT_REFUSED = 2
+EXPIRES = "--expires"
 PREFIX = "sk-tandem-"
 TIME = re.compile(r"[0-9TZ:+ .-]+")
 ENTRY = re.compile(r"^( *)- ", re.MULTILINE)
@@ -33,7 +35,9 @@ def main(
     id_: Annotated[str, typer.Argument(metavar="ID", help="Name of the key in logs and timelines")],
     file: Annotated[Path, typer.Argument(help="Key file; created with mode 0600 if it does not exist")],
     scope: Annotated[list[str] | None, typer.Option(help="inference (default), admin, or both")] = None,
-    expires: Annotated[str | None, typer.Option(help="Date or time in UTC, such as 2027-01-31")] = None,
+    expires: Annotated[
+        str | None, typer.Option(EXPIRES, help="Date or time in UTC, such as 2027-01-31; not in the past")
+    ] = None,
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrency: Limit = None,
@@ -77,11 +81,11 @@ def main(
 def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiKey, ...]:
     """Add an entry, keep the comments of the file, and return all keys.
 
-    The file is replaced atomically; a link that leads to it stays. Raises ConfigError if the file cannot be read or the
-    entry is not valid in it.
+    The file is replaced atomically; a link that leads to it stays. Raises ConfigError if the file cannot be read, the
+    entry is not valid in it, or `expires` is in the past.
     """
     if expires is not None and not TIME.fullmatch(expires):
-        raise ConfigError("expires", f"{expires!r} is not a date; write 2027-01-31 or 2027-01-31T12:00:00Z")
+        raise ConfigError(EXPIRES, f"{expires!r} is not a date; write 2027-01-31 or 2027-01-31T12:00:00Z")
     line = "- " + msgspec.json.encode(entry).decode()  # JSON is a subset of YAML
     if expires is not None:
         line = f"{line[:-1]}, expires: {expires}}}"
@@ -106,11 +110,22 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
             keys = read_api_keys(new)
         except ConfigError as error:
             raise ConfigError("", str(error).replace(str(new), f"{file} with the new key")) from error
+        _refuse_expired(next(key for key in keys if key.id == entry["id"]))
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
         os.close(directory)
     return keys
+
+
+def _refuse_expired(key: ApiKey) -> None:
+    """Raise ConfigError if the router would never accept this key."""
+    if key.expires is not None and key.expires <= datetime.now(UTC):
+        raise ConfigError(
+            EXPIRES,
+            f"{key.expires.isoformat()} has passed, so no request could use this key; give a later time, or leave out "
+            f"{EXPIRES} for a key that stays valid",
+        )
 
 
 def _text_of(file: Path) -> str:

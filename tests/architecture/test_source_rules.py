@@ -337,12 +337,16 @@ def test_no_cancellation_is_lost() -> None:
 
 
 def test_wall_clock_time_is_only_shown_to_people() -> None:
-    """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
+    """The wall clock jumps, so deadlines use the monotonic clock.
+
+    These places show wall-clock time to a person, or compare it with a date that a person has written.
+    """
     shown = {
         "common/kv_events/publisher.py",  # the time of a batch, as vLLM's have it
         "common/node/router_link.py",  # the time of a node's load report
         "common/observability/logs.py",
         "common/observability/profile_files.py",  # names of files
+        "deploy/api_key.py",  # whether the date of --expires has passed
         "kv_transfer/record_times.py",  # when a record was sent, in the timeline of its request
         "router/build.py",  # `created` of the model
         "router/apis/responses_answer.py",

@@ -43,12 +43,12 @@ def test_all_options_are_written_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("# keys of the lab\n")
     file.chmod(0o600)
-    options = ["--scope", "admin", "--scope", "inference", "--expires", "2027-01-31", "--concurrency", 3]
+    options = ["--scope", "admin", "--scope", "inference", "--expires", "2127-01-31", "--concurrency", 3]
     options += ["--requests-per-minute", 60, "--tokens-per-minute", 1000, "--weight", 3, "--priority", -2]
     assert run("ops", file, *options).exit_code == 0
     (key,) = read_api_keys(file)
     assert key.scopes == ("admin", "inference")
-    assert key.expires == datetime(2027, 1, 31, tzinfo=UTC)
+    assert key.expires == datetime(2127, 1, 31, tzinfo=UTC)
     assert (key.requests_per_minute, key.tokens_per_minute, key.concurrency) == (60, 1000, 3)
     assert (key.weight, key.priority) == (3, -2)
     assert file.read_text().startswith("# keys of the lab\n")
@@ -91,9 +91,16 @@ def test_a_list_in_brackets_is_extended(tmp_path: Path, text: str) -> None:
     [
         (("team-a",), "there is a key with the id team-a; choose another id"),
         (("a b",), "id"),
-        (("x", "--expires", "soon"), "expires"),
-        (("x", "--expires", "2027-01-31}, {id: y"), "expires"),
-        (("x", "--expires", "2027-13-31"), "is not YAML"),
+        (("x", "--expires", "soon"), "--expires: 'soon' is not a date; write "),
+        (("x", "--expires", "2127-01-31}, {id: y"), "--expires: "),
+        (("x", "--expires", "2127-13-31"), "is not YAML"),
+        (
+            ("x", "--expires", "2020-01-31"),
+            "--expires: 2020-01-31T00:00:00+00:00 has passed, so no request could use this key; give a later time, or "
+            "leave out --expires for a key that stays valid",
+        ),
+        (("x", "--expires", "0001-01-01T00:00:00+02:00"), "--expires"),
+        (("x", "--expires", "2020-02-01T01:30:00+02:00"), "--expires: 2020-02-01T01:30:00+02:00 has passed"),
         (("x", "--scope", "root"), "'root'"),
     ],
 )
@@ -108,6 +115,14 @@ def test_refusals_change_nothing(tmp_path: Path, arguments: tuple[str, ...], wor
     assert not result.stdout
     assert file.read_text() == before
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_key_that_has_expired_does_not_prevent_another(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- {{id: old, sha256: '{1:064d}', expires: 2020-01-31}}\n")
+    file.chmod(0o600)
+    assert run("new", file, "--expires", "2127-01-31").exit_code == 0
+    assert [key.id for key in read_api_keys(file)] == ["old", "new"]
 
 
 def test_a_file_that_others_can_read_or_that_is_broken_is_not_changed(tmp_path: Path) -> None:
