@@ -42,7 +42,8 @@ def command_line(command: str, target: str | Path, overrides: Iterable[str]) -> 
 def down_line(cluster: str | Path, overrides: Iterable[str]) -> str:
     """Return the line that stops the cluster that was started from this file with these overrides.
 
-    It keeps the override of the run directory: another directory belongs to another cluster, or to none.
+    It keeps the override of the run directory, of several the last: another directory belongs to another cluster, or
+    to none.
     """
     kept = [each for each in overrides if each.partition("=")[0].strip() == RUN_DIR]
-    return command_line("down", cluster, kept)
+    return command_line("down", cluster, kept[-1:])

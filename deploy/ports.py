@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
+from common.config.keys import ENV_PREFIX
 from common.config.kv_events import event_addresses
 from common.config.router_processes import CONTROL
+from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import control_addresses
 from common.errors import ConfigError
 from common.node_names import OWN
@@ -30,6 +32,7 @@ LISTENING = "0A"  # state of a socket in /proc/net/tcp
 LEAVE_SECONDS = 5.0  # for which a process that is about to end may still have a port
 POLL_SECONDS = 0.1
 ROUTER_PORT = "router.port"
+RUN_DIR_VARIABLE = ENV_PREFIX + RUN_DIR.replace(".", "_").upper()
 KV_EVENTS = ("first_port", "first_replay_port")
 _TCP = "tcp://"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -48,6 +51,7 @@ class _User(NamedTuple):
 
     pid: int
     command: tuple[str, ...]
+    environment: tuple[str, ...]  # NAME=VALUE
 
     @property
     def cluster(self) -> str:
@@ -57,8 +61,10 @@ class _User(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        """The values of its options `--set`."""
-        return [value for option, value in itertools.pairwise(self.command) if option == "--set"]
+        """Overrides of its cluster file: the run directory of its environment, and the values of `--set`."""
+        name = f"{RUN_DIR_VARIABLE}="
+        given = [f"{RUN_DIR}={each.removeprefix(name)}" for each in self.environment if each.startswith(name)]
+        return given + [value for option, value in itertools.pairwise(self.command) if option == "--set"]
 
 
 def check_ports(resolved: Resolved, stopped: Callable[[], bool]) -> None:
@@ -167,11 +173,16 @@ def _user_of(inodes: set[str]) -> _User | None:
     for process in PROC.iterdir():
         if process.name.isdigit() and links & _open_files(process):
             try:
-                command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                command, environment = _texts(process / "cmdline"), _texts(process / "environ")
             except OSError:
                 continue
-            users.append(_User(int(process.name), tuple(command) or ("?",)))
+            users.append(_User(int(process.name), command or ("?",), environment))
     return min(users, key=lambda user: (not user.cluster, user.pid), default=None)
+
+
+def _texts(file: Path) -> tuple[str, ...]:
+    """Return the texts in a file of /proc, each of which ends with a zero byte."""
+    return tuple(file.read_bytes().decode(errors="replace").split("\0")[:-1])
 
 
 def _open_files(process: Path) -> set[str]:

@@ -11,9 +11,11 @@ from types import TracebackType
 
 from common.checkpoint.chat_template_file import find_chat_template
 from common.config import load_cluster
+from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError
 from common.speculation.directory import algorithm_of
+from deploy.cluster_options import down_line
 from deploy.gpus import driver_present, find_gpus
 from deploy.hub import Say, find_snapshot
 from deploy.own_model import Machine, cluster_sections, lock_path, write_cluster_file
@@ -22,6 +24,7 @@ from deploy.supervisor import AlreadyRunning
 from deploy.targets import ModelTarget, read_target
 
 DRAFTS = "the directory of a draft model, or ORG/NAME"
+MAX_RUN_DIR = 4096  # bytes of the text of process.run_dir in a lock file; no path is longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ def prepare(
     lock = _lock(file)
     try:
         _write(target, draft, revision, say)
+        _note_run_directory(lock, file, overrides)
     except BaseException:
         os.close(lock)
         raise
@@ -114,15 +118,43 @@ def _lock(file: Path) -> int:
         raise ConfigError("", f"cannot write {path}: {error.strerror or error}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # What is left in it is the run directory of an earlier cluster.
+        os.ftruncate(descriptor, 0)
+    except BlockingIOError:
+        refusal = _locked(file, os.pread(descriptor, MAX_RUN_DIR, 0).decode(errors="surrogateescape"))
+        os.close(descriptor)
+        raise refusal from None
     except OSError as error:
         os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise ConfigError("", f"cannot lock {path}: {error.strerror or error}") from error
-        raise AlreadyRunning(
-            f"another deploy/up has written {file} and starts, runs or stops a cluster with it; stop that one with "
-            f"deploy/down {file}, or copy the file, change the copy and run deploy/up COPY"
-        ) from None
+        raise ConfigError("", f"cannot lock {path}: {error.strerror or error}") from error
     return descriptor
+
+
+def _note_run_directory(lock: int, file: Path, overrides: Sequence[str]) -> None:
+    """Write the value of process.run_dir into the lock file. By it others find the cluster that keeps the lock."""
+    value = load_cluster(file, overrides).cluster.process.run_dir
+    try:
+        os.pwrite(lock, value.encode(errors="surrogateescape"), 0)
+    except OSError as error:
+        raise ConfigError("", f"cannot write {lock_path(file)}: {error.strerror or error}") from error
+
+
+def _locked(file: Path, run_dir: str) -> AlreadyRunning:
+    """Return the refusal of a start. `run_dir`: of the cluster that keeps the lock; "" until its file is written."""
+    if not run_dir:
+        return AlreadyRunning(
+            f"another deploy/up prepares {file}; wait until its cluster has started, or end it with Ctrl-C in its "
+            "terminal"
+        )
+    try:
+        here = load_cluster(file).cluster.process.run_dir
+    except ConfigError:
+        here = ""
+    down = down_line(file, [] if run_dir == here else [f"{RUN_DIR}={run_dir}"])
+    return AlreadyRunning(
+        f"another deploy/up has written {file} and starts, runs or stops a cluster with it; stop that one with {down}, "
+        "or copy the file, change the copy and run deploy/up COPY"
+    )
 
 
 def _find_draft(text: str, target: Path, say: Say) -> Path:

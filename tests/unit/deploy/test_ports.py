@@ -48,10 +48,17 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 @contextlib.contextmanager
-def listener(*arguments: str) -> Iterator[tuple[int, int]]:
-    """Start a process with these arguments that shares a port, as one of several routers does; return pid and port."""
+def listener(*arguments: str, **variables: str) -> Iterator[tuple[int, int]]:
+    """Start a process with these arguments that shares a port, as one of several routers does; return pid and port.
+
+    `variables`: of its environment, besides those of this process.
+    """
     started = subprocess.Popen(
-        [sys.executable, "-c", LISTENER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LISTENER, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
     )
     try:
         assert started.stdout is not None
@@ -86,6 +93,20 @@ def test_the_other_cluster_is_stopped_in_the_directory_that_it_was_given(load: L
         with pytest.raises(ConfigError) as caught:
             check_ports(load(port=port), lambda: False)
     assert str(caught.value).endswith("with deploy/down o.yaml --set 'process.run_dir=/home/me/my run'")
+
+
+@pytest.mark.parametrize(
+    ("options", "directory"),
+    [((), "/home/me/env"), (("--set", "process.run_dir=/home/me/set"), "/home/me/set")],
+)
+def test_the_other_cluster_may_have_its_directory_from_its_environment(
+    load: Load, options: tuple[str, ...], directory: str
+) -> None:
+    """The shell of who reads this has another environment. Options override it, as they do in the cluster."""
+    with listener("--cluster", "o.yaml", *options, TANDEM_PROCESS_RUN_DIR="/home/me/env") as (_, port):
+        with pytest.raises(ConfigError) as caught:
+            check_ports(load(port=port), lambda: False)
+    assert str(caught.value).endswith(f"with deploy/down o.yaml --set process.run_dir={directory}")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +19,7 @@ from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.process_entry import entry
 from deploy import cli, prepare
+from deploy.gpus import Gpu
 from deploy.hub import Snapshot
 from deploy.prepare import cluster_file_of
 from deploy.process_table import Table, write_table
@@ -26,6 +29,7 @@ from tests.fakes.descriptors import open_descriptors
 
 MODELS = ROOT / "deploy" / "tiny_models"
 RUNNER = CliRunner()
+VARIABLE = "TANDEM_PROCESS_RUN_DIR"
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +135,69 @@ def test_a_second_start_does_not_replace_the_file_of_the_first(place: Path) -> N
     run("mine", draft=str(MODELS / "tiny-eagle3"))
     assert file.read_text() != written
     assert open_descriptors() == before
+
+
+def advised_options(refusal: AlreadyRunning) -> list[str]:
+    """Return the arguments of the command that the refusal says to run."""
+    found = re.search("stop that one with deploy/down (.*), or copy the file", str(refusal))
+    assert found is not None, refusal
+    return shlex.split(found[1])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("override", "default"),
+        ("override", "environment"),
+        ("override", "override"),
+        ("environment", "default"),
+        ("environment", "environment"),
+        ("default", "environment"),
+        ("default", "override"),
+    ],
+)
+def test_how_to_stop_the_cluster_that_keeps_the_file_names_its_run_directory(
+    place: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """The command works where the second start was refused, whatever the environment says there."""
+    overrides = ("process.run_dir=its own",) if first == "override" else ()
+    if first == "environment":
+        monkeypatch.setenv(VARIABLE, str(place / "first"))
+    with prepare.prepare("mine", None, None, overrides, lambda text: None) as file:
+        running = Table(
+            supervisor=entry(os.getpid()), cluster="c", url="http://x:1", state="ready", processes={}
+        )
+        write_table(run_directory(load_cluster(file, overrides)), running)
+        monkeypatch.delenv(VARIABLE, raising=False)
+        if second == "environment":
+            monkeypatch.setenv(VARIABLE, str(place / "second"))
+        with pytest.raises(AlreadyRunning) as caught:
+            run("mine", overrides=("process.run_dir=elsewhere",) if second == "override" else ())
+        options = advised_options(caught.value)
+        assert options[0] == str(file)
+        shown = RUNNER.invoke(cli.app, ["status", *options])
+        assert shown.exit_code == 1, "it runs, but its router does not answer"
+
+
+def test_a_second_start_while_the_first_prepares_the_file_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of an earlier start says nothing about the first one, and deploy/down cannot end it yet."""
+    run("mine")
+    refusals: list[str] = []
+
+    def second() -> list[Gpu]:
+        with pytest.raises(AlreadyRunning) as caught:
+            run("mine")
+        refusals.append(str(caught.value))
+        return []
+
+    monkeypatch.setattr(prepare, "find_gpus", second)
+    run("mine")
+    assert refusals == [
+        f"another deploy/up prepares {cluster_file_of('mine')}; wait until its cluster has started, or end it with "
+        "Ctrl-C in its terminal"
+    ]
 
 
 def test_a_detached_supervisor_keeps_the_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
