@@ -219,8 +219,10 @@ class Supervisor:
 
     def _probe(self, show: Callable[[list[Child]], None]) -> None:
         """Send a real request through router, prefill node, transfer and decode node."""
+        # Each attempt yields a token before the hand-over, so fewer tokens would come from retries even if none works.
+        tokens = self._resolved.cluster.router.max_attempts + 1
         body = msgspec.json.encode(
-            {"prompt": [1, 1, 1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            {"prompt": [1, 1, 1], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         )
         headers = {"Content-Type": "application/json", "X-Request-Id": "deploy-probe"}
         deadline = time.monotonic() + PROBE_TIMEOUT
@@ -231,7 +233,7 @@ class Supervisor:
                 problem = f"the probe request got status {status}: {raw[:300].decode(errors='replace')}"
                 if status == 200:
                     answer = msgspec.json.decode(raw)
-                    if answer["usage"]["completion_tokens"] == 2:
+                    if answer["usage"]["completion_tokens"] == tokens:
                         return
                     problem = f"the probe request got usage {answer['usage']}"
             except (OSError, HTTPException) as error:
