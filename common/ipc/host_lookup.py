@@ -1,7 +1,8 @@
-"""Finds the IP addresses of a host by its name, in a thread of its own.
+"""Finds the IP addresses of a host by its name; those of peers in a thread of its own.
 
 libzmq looks names up in its I/O thread: while a DNS server does not answer, every connection of the process would stand
-still. A name gives an address and no trust: whoever listens there has to prove its key.
+still. Besides, it finds either IPv4 or IPv6 addresses. A name gives an address and no trust: whoever listens there must
+prove its key.
 """
 
 from __future__ import annotations
@@ -49,6 +50,27 @@ def resolve(name: str) -> list[str]:
     """Return the addresses of a host, without repetitions. Raises OSError."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def listening_host(name: str) -> str:
+    """Return the address at which this host, which has this name, listens. Raises OSError or UnicodeError.
+
+    That is its first IPv4 address, or its first IPv6 address if it has no other.
+    """
+    found = resolve(name)
+    return next((each for each in found if ":" not in each), found[0])
+
+
+def listening_address(address: str) -> str:
+    """Return the ZMQ address to which a socket of this host binds: that of its IP address for tcp://NAME:PORT."""
+    name = _name_of(address)
+    if name is None or name == "*":
+        return address
+    try:
+        return tcp_address(listening_host(name), address.rpartition(":")[2])
+    except (OSError, UnicodeError):
+        # The name may be that of a network interface, which libzmq knows.
+        return address
 
 
 def not_found(name: str, error: OSError | UnicodeError) -> str:
@@ -115,11 +137,17 @@ class HostLookup:
 
 def host_of(address: str) -> Host:
     """Return what gives the addresses to dial for `address`."""
+    name = _name_of(address)
+    return FixedHost(address) if name is None else HostLookup(name, address.rpartition(":")[2])
+
+
+def _name_of(address: str) -> str | None:
+    """Return the name that has to be looked up for a ZMQ address; None if there is none."""
     if not address.startswith("tcp://"):
-        return FixedHost(address)
-    name, _, port = address.removeprefix("tcp://").rpartition(":")
+        return None
+    host = address.removeprefix("tcp://").rpartition(":")[0]
     try:
-        ipaddress.ip_address(name.strip("[]"))
+        ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return FixedHost(address) if name == "localhost" else HostLookup(name, port)
-    return FixedHost(address)
+        return None if host == "localhost" else host
+    return None

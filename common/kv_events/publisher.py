@@ -27,6 +27,7 @@ import zmq
 
 from common.errors import ConfigError
 from common.ipc.curve import is_ipv6
+from common.ipc.host_lookup import listening_address
 from common.kv_cache.page_space import contents_of
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
 from common.kv_events.plan import KvEventsPlan
@@ -202,9 +203,10 @@ class KvEventPublisher:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         socket.setsockopt(zmq.SNDHWM, 2 * self._plan.replay_batches + 2)
-        socket.setsockopt(zmq.IPV6, is_ipv6(address))
+        own = listening_address(address)
+        socket.setsockopt(zmq.IPV6, is_ipv6(own))
         try:
-            socket.bind(address)
+            socket.bind(own)
         except zmq.ZMQError as error:
             raise ConfigError(
                 key,

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from common.ipc import Dealer, RouterSocket
 from common.ipc import dealer as dealer_module
 from common.ipc.curve import Curve
-from common.ipc.host_lookup import MAX_ADDRESSES, FixedHost, HostLookup, host_of, resolve
+from common.ipc.host_lookup import MAX_ADDRESSES, FixedHost, HostLookup, host_of, listening_address, resolve
 from common.ipc.key_files import make_key_pairs
+from kv_transfer.transport.tcp.listener import listening_socket
 from tests.fakes.held_context import Context
+from tests.fakes.ipv6 import needs_ipv6
+from tests.fakes.keyless import Keyless
 from tests.fakes.waiting import PATIENCE, until
 
 Entry = tuple[int, int, int, str, tuple[str, int]]
@@ -202,3 +206,70 @@ def test_a_router_is_found_again_where_its_name_leads_now(
             security.close()
         for context in contexts:
             context.destroy(linger=0)
+
+
+# -- the other side: where a host listens under its own name -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["10.0.0.1", "10.0.0.2"], "tcp://10.0.0.1:5600"),
+        (["fd00::7", "10.0.0.1"], "tcp://10.0.0.1:5600"),
+        (["fd00::7"], "tcp://[fd00::7]:5600"),
+        ([], "tcp://tandem-router:5600"),
+    ],
+)
+def test_a_host_listens_at_an_address_of_its_name(names: Names, addresses: list[str], expected: str) -> None:
+    names.addresses = addresses
+    assert listening_address("tcp://tandem-router:5600") == expected
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://10.0.0.7:1", "tcp://[::1]:1", "tcp://localhost:1", "tcp://*:1", "ipc:///a"]
+)
+def test_what_is_no_name_is_bound_to_as_it_is(names: Names, address: str) -> None:
+    assert listening_address(address) == address
+    assert names.asked == 0
+
+
+@needs_ipv6
+def test_a_router_whose_name_has_only_an_ipv6_address_is_reached(names: Names) -> None:
+    names.addresses = ["::1"]
+    context = Context()
+    try:
+        server = RouterSocket(context, "tcp://tandem-router:*", Keyless())
+        assert server.address.startswith("tcp://[::1]:")
+        port = server.address.rpartition(":")[2]
+        dealer = Dealer(context, f"tcp://tandem-router:{port}", b"decode-0/abc", security=Keyless())
+        dealer.send(b"hello")
+        assert until(lambda: (dealer.drain(), server.drain())[1]) == [(b"decode-0/abc", b"hello")]
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_name_that_is_not_found_cannot_be_bound_to(names: Names) -> None:
+    context = Context()
+    with pytest.raises(
+        ConfigError, match="neither a host nor a network interface of this name is found; choose"
+    ):
+        RouterSocket(context, "tcp://tandem-router:5600", Keyless())
+    context.term()
+
+
+@needs_ipv6
+def test_pages_come_to_a_name_that_has_only_an_ipv6_address(names: Names) -> None:
+    names.addresses = ["::1"]
+    with listening_socket("tandem-decode", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"), [([], "Name or service not known"), (["192.0.2.1"], "Cannot assign")]
+)
+def test_where_pages_cannot_arrive_is_a_config_error(names: Names, found: list[str], reason: str) -> None:
+    names.addresses = found
+    with pytest.raises(
+        ConfigError, match=f"at tandem-decode, port any: {reason}.*; give the node an address of"
+    ):
+        listening_socket("tandem-decode", 0)
