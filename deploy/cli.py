@@ -28,7 +28,7 @@ from common.config.router_processes import names_router
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from common.launch_record import launched
-from common.observability.stderr_file import StderrFile, never_wait_for_readers
+from common.observability.stderr_file import StderrFile, has_room, never_wait_for_readers
 from deploy.children import Child
 from deploy.cluster_options import Overrides, Port, command_line, with_port
 from deploy.detached import SUPERVISOR_LOG, start_detached
@@ -189,7 +189,8 @@ def config(target: Target = str(DEFAULT), port: Port = None, overrides: Override
 class StartView:
     """Shows start-up progress: one bar per process on a terminal, otherwise one line per change.
 
-    No thread draws, because this process forks meanwhile. If the terminal is closed, nothing more is drawn.
+    No thread draws, because this process forks meanwhile. While the terminal takes no output, as after Ctrl-S, the bars
+    wait for it. If it is closed, nothing more is drawn.
     """
 
     def __init__(self) -> None:
@@ -204,27 +205,31 @@ class StartView:
         self._said: dict[str, str] = {}
 
     def __enter__(self) -> StartView:
-        with self._while_open():
-            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._while_open():
+        with contextlib.suppress(OSError), _written_at_once():
             self._bars.stop()
 
     def show(self, children: list[Child]) -> None:
-        with self._while_open():
-            self._show(children)
-            self._bars.refresh()
+        if not console.is_terminal:
+            self._say_changes(children)
+        elif not self._bars.disable and has_room():
+            self._draw(children)
 
-    @contextlib.contextmanager
-    def _while_open(self) -> Iterator[None]:
+    def _draw(self, children: list[Child]) -> None:
         try:
-            yield
+            with _written_at_once():
+                self._bars.start()
+                self._update(children)
+                self._bars.refresh()
+        except BlockingIOError:
+            # The terminal has just been stopped; the rest is written before the next bars.
+            pass
         except OSError:
             self._bars.disable = True
 
-    def _show(self, children: list[Child]) -> None:
+    def _update(self, children: list[Child]) -> None:
         for child in children:
             at = child.progress
             if child.name not in self._tasks:
@@ -236,9 +241,31 @@ class StartView:
                 completed=(at.total or 1) if ready else at.done,
                 phase=at.phase,
             )
-            if not console.is_terminal and self._said.get(child.name) != at.phase:
-                self._said[child.name] = at.phase
-                say(f"{child.name}: {at.phase}")
+
+    def _say_changes(self, children: list[Child]) -> None:
+        for child in children:
+            phase = child.progress.phase
+            if self._said.get(child.name) != phase:
+                self._said[child.name] = phase
+                say(f"{child.name}: {phase}")
+
+
+@contextlib.contextmanager
+def _written_at_once() -> Iterator[None]:
+    """Write what is printed within to the terminal at the end. Raises OSError if it does not take all of that.
+
+    rich changes its own state between its writes, and an error in the midst of them would leave half a change.
+    """
+    try:
+        with console:
+            yield
+    except OSError:
+        # Python keeps what the terminal has not taken, and rich would write all of it again.
+        console.quiet = True
+        with console:
+            pass
+        console.quiet = False
+        raise
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str], keeps: Sequence[int]) -> None:
@@ -308,11 +335,12 @@ def _output() -> Console:
 def say(text: str, style: str | None = None) -> None:
     """Print one line to stderr, without markup and without wrapping paths.
 
-    A closed terminal or a log on a full disk must not end a cluster.
+    A closed or stopped terminal or a log on a full disk must not end a cluster.
     """
     with contextlib.suppress(OSError):
         if console.is_terminal:
-            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+            with _written_at_once():
+                console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 

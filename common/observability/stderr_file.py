@@ -52,6 +52,13 @@ def _never_wait(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
+def has_room(seconds: float = 0.0) -> bool:
+    """Return whether standard error takes output now, or within some seconds. A terminal takes none after Ctrl-S."""
+    waiting = select.poll()
+    waiting.register(STDERR, select.POLLOUT)
+    return bool(waiting.poll(seconds * 1000))
+
+
 class RoomPatience:
     """Waits for a slow reader of standard error, but not so often that it slows down the loops that log."""
 
@@ -66,11 +73,9 @@ class RoomPatience:
             self._since, self._left = now, ROOM_SECONDS
         if self._left <= 0:
             return False
-        waiting = select.poll()
-        waiting.register(STDERR, select.POLLOUT)
-        found = waiting.poll(self._left * 1000)
+        found = has_room(self._left)
         self._left -= time.monotonic() - now
-        return bool(found)
+        return found
 
 
 def write_stderr(text: str) -> None:
