@@ -27,6 +27,7 @@ from deploy.children import Child, describe_exit
 from deploy.cluster_options import down_line, set_options
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers, find_leftovers
+from deploy.model_directories import check_model_directories
 from deploy.own_model import lock_path
 from deploy.ports import check_ports
 from deploy.process_table import ProcessRecord, State, Table, read_table, table_path, write_table
@@ -135,12 +136,14 @@ class Supervisor:
     def start(self, show: Callable[[list[Child]], None], report: Report) -> None:
         """Start everything and return once a probe request has succeeded. `show` is called while it waits.
 
-        Raises StartError, or ConfigError if the run directory is not writable. In that case no process is left running.
+        Raises StartError, or ConfigError if the run directory is not writable, a port is in use or there is no model.
+        In these cases no process that it started is left running.
         """
         try:
             self._kept.enter_context(exempt_from_cleaning(*self._own_directories()))
             # The waits that follow may take long, and `deploy/down` finds this process by the table.
             self._leftovers = find_leftovers(self._run_dir)
+            check_model_directories(self._resolved)
             self._write_first()
             end_leftovers(self._leftovers, self._drain + 5, report, lambda: self._stop_requested)
             self._leftovers = {}

@@ -271,8 +271,13 @@ def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> Non
 
 def test_a_failed_start_is_explained_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:
     missing = deploy("up", str(cluster_file), "--set", f"model.path={tmp_path}/nothing")
-    assert missing.returncode == 1
-    assert f"{tmp_path}/nothing does not exist: correct the path" in missing.stderr
+    assert missing.returncode == 2
+    assert f"model.path: {tmp_path}/nothing does not exist: correct the path" in missing.stderr
+    assert left_behind(cluster_file) == {"processes": [], "files": []}
+    (tmp_path / "empty").mkdir()
+    empty = deploy("up", str(cluster_file), "--set", f"model.path={tmp_path}/empty")
+    assert empty.returncode == 1
+    assert f"{tmp_path}/empty is empty; give a directory with config.json" in empty.stderr
     assert left_behind(cluster_file) == {"processes": [], "files": []}
     gpu = cluster_file.read_text() + "decode: {nodes: [{name: decode-0, device: cuda}]}\n"
     cluster_file.write_text(gpu)

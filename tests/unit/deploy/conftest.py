@@ -10,12 +10,13 @@ import pytest
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster file, and a run directory with a path short enough for sockets."""
+    """A cluster file, an empty model directory, and a run directory with a path short enough for sockets."""
     for name in list(os.environ):
         if name.startswith("TANDEM_"):
             monkeypatch.delenv(name)
     with tempfile.TemporaryDirectory(prefix="td") as path:
         (Path(path) / "c.yaml").write_text("model: {path: m}\nprocess: {run_dir: run}\n")
+        (Path(path) / "m").mkdir()
         yield Path(path)
 
 

@@ -37,6 +37,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
             monkeypatch.delenv(name)
     monkeypatch.setattr(ports, "LEAVE_SECONDS", 0.2)
     file = tmp_path / "c.yaml"
+    (tmp_path / "m").mkdir()
     file.write_text(
         f"model: {{path: m}}\nprocess: {{run_dir: {tmp_path}/run}}\nsecurity: {{open_http: true}}\n"
     )

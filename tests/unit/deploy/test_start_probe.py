@@ -45,6 +45,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A short directory, since the path of a socket has a bound, with the script on the path of modules."""
     with tempfile.TemporaryDirectory(prefix="td") as directory:
         (Path(directory) / "scripted_router.py").write_text(ROUTER)
+        (Path(directory) / "m").mkdir()
         monkeypatch.setenv("PYTHONPATH", directory)
         yield Path(directory)
 

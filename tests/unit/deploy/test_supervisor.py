@@ -96,6 +96,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
             monkeypatch.delenv(name)
     with tempfile.TemporaryDirectory(prefix="td") as directory:
         (Path(directory) / "scripted.py").write_text(PROGRAM)
+        (Path(directory) / "m").mkdir()
         monkeypatch.setenv("PYTHONPATH", directory)
         file = Path(directory) / "c.yaml"
 
