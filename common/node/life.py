@@ -28,6 +28,7 @@ from common.node.profiles import Profiler
 from common.node.refusals import Refusals
 from common.node.registration_log import RegistrationLog
 from common.node.role_switch import FIXED_ROLE, CurrentRole
+from common.node.router_link import RouterLink
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
 from common.observability.bounded_log import BoundedLog
@@ -162,11 +163,11 @@ class NodeLife(Generic[Work]):
             elif isinstance(message, Rejected):
                 self._refuse(router, message.reason, now)
 
-    def _refuse(self, router: ToRouter, reason: str, now: float) -> None:
+    def _refuse(self, router: RouterLink[Any], reason: str, now: float) -> None:
         if self._refusals.final(router, self._links.registered, self._links.count, now):
             self._refusal, self._stopping = reason, True
         else:
-            self._refused.warning(reason, reason)
+            self._refused.warning(router.address, reason)
 
     def look_after(self, handlers: RoleHandlers[Work], now: float) -> None:
         """Handle events of time, once per turn and after `receive`: lost routers, deadlines."""
@@ -174,7 +175,10 @@ class NodeLife(Generic[Work]):
             registered = self._links.registered
             dropped = handlers.router_lost(router, not registered)
             self._log.warning(
-                "no answer from a router: dropping its requests", requests=dropped, routers=len(registered)
+                "no answer from a router: dropping its requests",
+                router=router.address,
+                requests=dropped,
+                routers=len(registered),
             )
             for incarnation in self._lost_peers.forget_router(router):
                 handlers.peer_lost(incarnation)
