@@ -134,24 +134,30 @@ class SlidingSum:
 class ServiceRate:
     """The tokens per second of requests that ended while others waited.
 
-    Requests that end while none wait show the demand, not what the nodes can do.
+    Requests that end while none wait show the demand, not what the nodes can do. Nor do the first ones that end of many
+    that began together: the rate is known once as many tokens have ended as were running when the first request waited.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = 0.0  # when requests began to wait
+        self._missing = 0  # tokens that have to end before the rate is known
         self._ended = SlidingSum(RATE_SECONDS, clock)
 
-    def restart(self) -> None:
-        """Begin to measure: the first request waits."""
+    def restart(self, running: int) -> None:
+        """Begin to measure: the first request waits, while this many tokens are running."""
         self._since = self._clock()
+        self._missing = running
         self._ended = SlidingSum(RATE_SECONDS, self._clock)
 
     def add(self, tokens: int) -> None:
+        self._missing -= tokens
         self._ended.add(tokens)
 
     def seconds_for(self, tokens: int) -> float:
-        """Return the seconds that this many tokens take; 0 while no request has ended."""
+        """Return the seconds that this many tokens take; 0 while that is not known."""
+        if self._missing > 0:
+            return 0.0
         ended = self._ended.total()
         return tokens * min(self._clock() - self._since, RATE_SECONDS) / ended if ended else 0.0
 
@@ -253,7 +259,7 @@ class Admission:
             raise _overloaded(expected)
         gate = _Gate(waiting)
         if not len(self._queue):
-            self._rate.restart()
+            self._rate.restart(self._tokens)
         self._queue.push(waiting)
         self._gates[waiting] = gate
         try:

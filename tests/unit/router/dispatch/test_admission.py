@@ -209,6 +209,32 @@ async def test_what_ended_while_nobody_waited_says_nothing_about_waits() -> None
     rig.empty()
 
 
+async def test_the_first_requests_of_a_burst_that_end_are_no_measure() -> None:
+    """Ten run at a time and take 2 s each, but the first one ends early: that is not one per second."""
+    rig = Rig(longest_wait=20.0)
+    for number in range(40):
+        rig.ask(str(number), 50, max_tokens=50)
+    await rig.settle()
+    assert (rig.admission.requests, rig.admission.waiting) == (10, 30)
+    rig.clock.now += 1.0
+    await rig.end("0")
+    rig.ask("late", 50, max_tokens=50)
+    await rig.settle()
+    assert rig.admission.waiting == 30, "it waits as the others do"
+    rig.clock.now += 1.0
+    for number in range(1, 10):
+        await rig.end(str(number))
+    rig.clock.now += 8.0
+    rig.ask("later", 50, max_tokens=50)
+    await rig.settle()
+    with pytest.raises(Overloaded):
+        await rig.tasks["later"]
+    for task in rig.tasks.values():
+        task.cancel()
+    await asyncio.gather(*rig.tasks.values(), return_exceptions=True)
+    rig.empty()
+
+
 async def test_a_flood_of_one_client_refuses_no_other_client() -> None:
     """The flood's waiting requests are served after the other client's request, so they are no reason to refuse it."""
     rig = Rig(longest_wait=20.0)
