@@ -25,7 +25,7 @@ class PlacementFeedback:
 
     def opened(self, attempt: Attempt, flight: InFlight) -> None:
         """Note that the attempt begins: both nodes count it."""
-        prefill, tokens = attempt.prefill, flight.num_tokens
+        prefill, tokens = attempt.prefill, flight.prompt.tokens
         attempt.expected = self._history.placed(flight.prompt, prefill, attempt.decode)
         time = prefill.prompt_time(tokens, attempt.expected.prefill)
         prefill.rooms.add(attempt.room, tokens, time)
