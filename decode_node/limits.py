@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageSpace
+from common.messages.generation import context_tokens
 from common.node.hidden_states import check_states
 from decode_node.request import DecodeRequest
 
@@ -35,13 +36,15 @@ class DecodeLimits:
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias")
         check_states(request.sampling, self.hidden_states)
         with_images(request.prompt, request.images)  # raises for image spans that do not fit
-        most = len(request.prompt) + request.max_output
+        most = context_tokens(len(request.prompt), request.max_output)
         if most > self.max_model_len:
             raise InvalidRequest(
                 f"prompt and max_tokens together need {most} tokens; this cluster serves at most "
                 f"{self.max_model_len}; lower max_tokens",
                 param="max_tokens",
             )
+        # Steps write to the extra slots, and an answer of one token has no step.
+        extra_slots = 0 if request.max_output == 1 else extra_slots
         if space.pages_for(most + extra_slots) > space.total_pages:
             raise InvalidRequest(
                 f"prompt and max_tokens together need {most} tokens; the decode node's pool holds "

@@ -156,6 +156,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return not named or (min(named) >= 0 and max(named) < vocab_size)
 
 
+def context_tokens(prompt: int, max_tokens: int) -> int:
+    """Return how much of the context a request takes that has `prompt` tokens and draws up to `max_tokens` more.
+
+    A single token takes none: no node computes with it, because the answer ends on the prefill node.
+    """
+    return prompt if max_tokens == 1 else prompt + max_tokens
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities under the raw logits (before temperature and filters), as in vLLM."""
 

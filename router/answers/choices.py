@@ -65,6 +65,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
     grammar: str
     rules: TokenRules | None
     kept: frozenset[int] = frozenset()  # special tokens that are never skipped
+    least_tokens: int = 1  # 0: the prompt is the whole answer
 
 
 def choice_ids(request_id: str, prompt: Prompt, count: int) -> list[tuple[str, ...]]:
@@ -97,11 +98,11 @@ class ChoiceMaker:
         wanted = getattr(body, options.max_field)
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(tokens))
-        prompt_only = wanted == 0 and isinstance(body, CompletionRequest) and bool(body.echo)
+        prompt_only = options.least_tokens == 0
         if prompt_only:
-            wanted = 1  # the prefill node draws a token, which is dropped
+            wanted = 1  # the prefill node draws a token, which is dropped and needs no room
         sampling = sampling_params(
-            body, len(tokens), model, wanted, options.max_field, logprobs, options.grammar
+            body, len(tokens) - prompt_only, model, wanted, options.max_field, logprobs, options.grammar
         )
         if prompt.thinking is not None:
             rules = with_limit(rules, prompt.thinking)

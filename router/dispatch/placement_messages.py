@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from common.errors import InvalidRequest
 from common.messages.decode_inbox import Reserve
+from common.messages.generation import context_tokens
 from common.messages.image_inbox import LINK, ImageData
 from common.messages.prefill_inbox import Prefill
 from router.dispatch.attempt import Attempt
@@ -76,7 +77,7 @@ def _images(request: GenerationRequest, prefill: Node) -> list[Message]:
 
 def check_length(request: GenerationRequest, limit: int | None) -> None:
     """Raise InvalidRequest if the request needs more than `limit` tokens, which every node supports."""
-    wanted = len(request.token_ids) + request.sampling.max_tokens
+    wanted = context_tokens(len(request.token_ids), request.sampling.max_tokens)
     if limit is not None and wanted > limit:
         raise InvalidRequest(
             f"prompt and max_tokens together need {wanted} tokens; this cluster serves at most {limit}",

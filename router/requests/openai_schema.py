@@ -152,6 +152,11 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
         """The most tokens of an answer without `max_tokens`; None: what the model's settings or the context leave."""
         return None
 
+    @property
+    def least_tokens(self) -> int:
+        """The fewest tokens for which the prompt leaves room."""
+        return 1
+
 
 class ChatRequest(SharedFields, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
@@ -199,6 +204,11 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     @property
     def default_tokens(self) -> int | None:
         return 16  # as at OpenAI
+
+    @property
+    def least_tokens(self) -> int:
+        """0 if the answer is the prompt alone: `echo` with max_tokens 0."""
+        return 0 if self.echo and self.max_tokens == 0 else 1
 
 
 # field -> values that have no effect

@@ -248,8 +248,9 @@ class OpenAiRoutes:
         encoded = await self._encoded(given, body, length)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
-            check_prompt(ids, model, name)
             fields = body if own is None else own.bodies[index]
+            least = (length if own is None else fields).least_tokens
+            check_prompt(ids, model, name, least)
             text = prompt if isinstance(prompt := given[index], str) else None
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -261,7 +262,7 @@ class OpenAiRoutes:
                         constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
                     grammar = await self._texts.grammar(constraint, model)
                     rules = await token_rules(fields, model, self._texts)
-                    options = AnswerOptions("max_tokens", logprobs, grammar, rules)
+                    options = AnswerOptions("max_tokens", logprobs, grammar, rules, least_tokens=least)
                 own_id = identities[index] if identities else None
                 asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)

@@ -116,15 +116,19 @@ async def test_choices_share_one_computed_prompt(cluster: RunningCluster, stream
 
 
 async def test_log_probabilities_of_prompts_equal_transformers(cluster: RunningCluster) -> None:
-    """The request with which lm-eval measures likelihoods, for several prompts at once, and once more when cached."""
+    """The requests with which lm-eval measures likelihoods, for several prompts at once, and once more when cached.
+
+    A prompt that fills the context leaves no room for an answer, but for its own log-probabilities.
+    """
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    prompts = [
+    short = [
         [5 + (7 * i + number) % 600 for i in range(length)] for number, length in enumerate((2, 40, 300))
     ]
+    whole = [[5 + (7 * i) % 600 for i in range(4096)]]
     async with client_of(cluster) as client:
-        for _ in range(2):
+        for prompts, count in ((short, 1), (short, 1), (short, 0), (whole, 0), (whole, 0)):
             answer = await client.completions.create(
-                model="tiny", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True
+                model="tiny", prompt=prompts, max_tokens=count, temperature=0, logprobs=1, echo=True
             )
             for prompt, choice in zip(prompts, answer.choices, strict=True):
                 with torch.inference_mode():
@@ -133,9 +137,10 @@ async def test_log_probabilities_of_prompts_equal_transformers(cluster: RunningC
                 assert choice.logprobs is not None
                 first, *found = choice.logprobs.token_logprobs or []
                 assert first is None
-                torch.testing.assert_close(torch.tensor(found[:-1]), wanted, rtol=1e-3, atol=1e-3)
+                of_prompt = torch.tensor(found[: len(prompt) - 1])
+                torch.testing.assert_close(of_prompt, wanted, rtol=1e-3, atol=1e-3)
                 greedy = [next(iter(top)) for top in (choice.logprobs.top_logprobs or [])[1:]]
-                assert len(greedy) == len(prompt)
+                assert len(greedy) == len(found) == len(prompt) - 1 + count
 
 
 async def test_errors_reach_the_client_in_openais_shape(cluster: RunningCluster) -> None:

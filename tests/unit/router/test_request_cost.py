@@ -40,7 +40,7 @@ WARM, COUNTED = 20, 20
 QUIET = 0.005  # seconds after which everything that a request or step has caused is over
 COMPLETION = {"prompt": [*range(300, 364)], "max_tokens": 1, "temperature": 0}
 STREAM = {**COMPLETION, "stream": True}
-# Some more than were counted: 451, 456 and 27. On a slow machine periodic work may fall into each of them.
+# Some more than were counted: 454, 459 and 27. On a slow machine periodic work may fall into each of them.
 MAX_CALLS = 456  # of a completion of one token
 MAX_STREAM_CALLS = 462  # of the same as a stream
 MAX_STEP_CALLS = 29  # of a step that brings the only stream one token

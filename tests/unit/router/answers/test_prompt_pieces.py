@@ -17,6 +17,7 @@ from tests.unit.router.conftest import SERVED, Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LENGTH = SERVED.max_model_len
 
 
 def scored(first: TokenDelta, prompt: list[int], top: int) -> TokenDelta:
@@ -107,6 +108,43 @@ async def test_the_prompt_alone(rig: Rig) -> None:
     assert rig.generator.requests[0].sampling.max_tokens == 1
     status, answer, _ = await rig.post(TEXT, {"prompt": prompt, "max_tokens": 0})
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("form", ["ids", "many", "text"])
+async def test_the_prompt_alone_may_fill_the_context(rig: Rig, form: str) -> None:
+    """Nothing follows it. A body with many prompts is read by a text worker, which checks their length."""
+    ids = [5 + each % 600 for each in range(LENGTH)]
+    prompt: Any = {"ids": ids, "many": [ids] * 10, "text": "one two " * LENGTH}[form]
+    sent = rig.tokenizer.encode(prompt, True)[-LENGTH:] if form == "text" else ids
+    rig.generator.scripts = [[scored(delta([2], "length", cached=0, top=1), sent, 1)]]
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0}
+    if form == "text":
+        body["truncate_prompt_tokens"] = -1
+    status, answer, _ = await rig.post(TEXT, body)
+    assert status == 200, answer
+    for choice in answer["choices"]:
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-float(token) for token in sent[1:])]
+    assert [list(each.token_ids) for each in rig.generator.requests] == [sent] * len(answer["choices"])
+    assert {each.sampling.max_tokens for each in rig.generator.requests} == {1}
+
+
+@pytest.mark.parametrize("count", [1, 10])
+async def test_no_longer_prompt_is_echoed_and_none_that_fills_the_context_is_answered(
+    rig: Rig, count: int
+) -> None:
+    for tokens, fields, reason in (
+        (LENGTH + 1, {"max_tokens": 0}, f"the prompt has {LENGTH + 1}. Shorten the prompt."),
+        (LENGTH, {"max_tokens": 1}, f"the prompt has {LENGTH}, which leaves no room for the completion."),
+        (LENGTH, {}, f"the prompt has {LENGTH}, which leaves no room for the completion."),
+        (LENGTH, {"max_tokens": 0, "echo": False}, f"the prompt has {LENGTH}, which leaves no room"),
+    ):
+        body = {"prompt": [[5] * tokens] * count, "echo": True, "logprobs": 1} | fields
+        status, answer, _ = await rig.post(TEXT, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert answer["error"]["message"].startswith(
+            f"This model's maximum context length is {LENGTH} tokens; {reason}"
+        )
+    assert not rig.generator.requests
 
 
 async def test_prompt_logprobs_of_a_completion(rig: Rig) -> None:

@@ -739,6 +739,18 @@ async def test_longer_than_the_shortest_node_allows() -> None:
         rig.nothing_left()
 
 
+async def test_a_prompt_may_fill_the_context_if_its_only_token_is_not_computed_with() -> None:
+    async with router_rig() as rig:
+        prefill = await rig.node("prefill", "prefill-0", max_model_len=100)
+        decode = await rig.node("decode", "decode-0", max_model_len=20)
+        client = rig.client([1] * 20, max_tokens=1)
+        reserve, _ = await legs(prefill, decode)
+        first_token(prefill, reserve.room, 50, "length")
+        assert (await client.done()).finish == "length"
+        assert isinstance((await rig.client([1] * 21, max_tokens=1).done()).error, InvalidRequest)
+        rig.nothing_left()
+
+
 async def test_a_draining_node_gets_nothing_new_and_finishes() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair(0)
