@@ -168,7 +168,7 @@ class Dispatcher:
             self._metrics.request_refused(Overloaded.code)
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
         loop = asyncio.get_running_loop()
-        timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
+        timeout = self._limits.request_timeout
         timeline = Timeline.entered(request.request_id, request.arrived, request.client, request.trace)
         self.timelines.add(timeline)
         task = asyncio.current_task()

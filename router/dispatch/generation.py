@@ -39,7 +39,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     # array takes a tenth of the memory.
     token_ids: Sequence[int]
     sampling: SamplingParams
-    timeout_s: float | None = None
     streamed: bool = False  # its client gets tokens as they arrive
     images: tuple[PromptImage, ...] = ()
     client: str = ""  # API key id, or the client's address where the cluster has no keys

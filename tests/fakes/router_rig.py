@@ -143,7 +143,6 @@ class RouterRig:
     def client(
         self,
         prompt: list[int] | None = None,
-        timeout_s: float | None = None,
         batch: PromptBatch | None = None,
         states: AnswerStates | None = None,
         session: bytes = b"",
@@ -156,7 +155,6 @@ class RouterRig:
             "r1",
             ids,
             params,
-            timeout_s,
             streamed,
             session=session,
             batch=batch or PromptBatch(),

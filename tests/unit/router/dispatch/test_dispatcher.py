@@ -429,15 +429,13 @@ async def test_leaving_while_a_retry_waits_for_a_node() -> None:
 
 
 def _request() -> GenerationRequest:
-    return GenerationRequest("r9", [1, 2], SamplingParams(max_tokens=5), None)
+    return GenerationRequest("r9", [1, 2], SamplingParams(max_tokens=5))
 
 
-@pytest.mark.parametrize("source", ["request", "config"])
-async def test_a_request_ends_at_its_deadline(source: str) -> None:
-    limits: dict[str, Any] = {"request_timeout": 0.5} if source == "config" else {}
-    async with router_rig(**limits) as rig:
+async def test_a_request_ends_at_its_deadline() -> None:
+    async with router_rig(request_timeout=0.5) as rig:
         prefill, decode = await rig.pair()
-        client = rig.client(timeout_s=0.5 if source == "request" else None)
+        client = rig.client()
         reserve, _ = await legs(prefill, decode)
         assert reserve.deadline_ms <= 500
         await client.done()
@@ -446,12 +444,6 @@ async def test_a_request_ends_at_its_deadline(source: str) -> None:
         assert (await decode.expect(Abort)).room == reserve.room
         assert (await prefill.expect(Abort)).room == reserve.room
         rig.nothing_left()
-
-
-async def test_a_client_cannot_ask_for_more_time_than_the_config_allows() -> None:
-    async with router_rig(request_timeout=0.05) as rig:
-        await rig.pair()
-        assert isinstance((await rig.client(timeout_s=60.0).done()).error, DeadlineExceeded)
 
 
 async def test_no_more_requests_than_allowed() -> None:
