@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
@@ -74,6 +75,7 @@ class RunningCluster:
     held: list[socket.socket] = field(default_factory=list)  # reserved ports
     blocking: tuple[str, ...] = ()  # nodes that `block` can block
     withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
+    punctual: tuple[str, ...] = ()  # nodes: see tests/fakes/punctual_node.py
     late: tuple[str, ...] = ()  # nodes that do not run until the test launches them
     addresses: dict[str, int] = field(default_factory=dict)  # listener of a tcp link -> port
     router_module: tuple[str, ...] = ("router",)  # module for `python -m`, with its first arguments
@@ -184,6 +186,11 @@ class RunningCluster:
         file = self.directory / f"withheld-{name}"
         return set(file.read_text().splitlines()) if file.exists() else set()
 
+    def silences(self, name: str) -> dict[str, float]:
+        """Return how long the node's main loop was silent so far, as in Silences. Only for `punctual` nodes."""
+        found: dict[str, float] = json.loads((self.directory / f"silences-{name}").read_bytes())
+        return found
+
     def unblock(self, name: str) -> None:
         (self.directory / f"block-{name}").unlink()
 
@@ -192,6 +199,8 @@ class RunningCluster:
             return ["tests.fakes.blocking_node", str(self.directory / f"block-{name}"), role]
         if name in self.withholding:
             return ["tests.fakes.withholding_node", str(self.directory / f"withheld-{name}")]
+        if name in self.punctual:
+            return ["tests.fakes.punctual_node", str(self.directory / f"silences-{name}"), role]
         return ["deploy.movable_node" if name in self.movable_names else f"{role}_node"]
 
     def launch(self, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,6 @@ from tests.cluster.harness import Client, RunningCluster
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """Run one node of each role. The decode node can be blocked, and ends soon after it counts as hung."""
-    config = {
-        "router": {"placement_wait": 600.0},
-        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 3.0, "return_window": 600.0},
-        "prefill": {"chunk_tokens": 2048},
-    }
-    directory = tmp_path_factory.mktemp("watched")
-    with RunningCluster(directory, config=config, blocking=("decode-0",)) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
@@ -56,20 +42,35 @@ async def test_requests_of_a_hung_node_continue_on_another(
         await client.wait_idle()
 
 
-async def test_large_forwards_of_a_busy_machine_are_not_hung_loops(watched: RunningCluster) -> None:
-    """With the default loop_timeout, first forwards and growing prompts and batches cost no node."""
-    async with Client(watched.url) as client:
+async def test_large_forwards_are_not_hung_loops(tmp_path: Path) -> None:
+    """First forwards, and growing prompts and batches, take no longer than announced, beyond the default loop_timeout.
+
+    Routers measure that in real time, for which a busy machine may stop a node; here the nodes do, in CPU time. Only
+    turns without a forward are not announced: they take much less time than the largest forward.
+    """
+    nodes = ("prefill-0", "decode-0")
+    cluster = RunningCluster(tmp_path, config={"prefill": {"chunk_tokens": 2048}}, punctual=nodes)
+    async with cluster, Client(cluster.url) as client:
         await client.complete_all([prompt_of(1900, seed) for seed in range(6)], 6, 4)
         await client.complete_all([prompt_of(length, length) for length in (1, 7, 60, 500, 1500)], 1, 30)
         await client.complete_all([prompt_of(1200, 100 + seed) for seed in range(24)], 24, 30)
         await client.wait_idle()
-        assert "node lost" not in watched.log("router")
+        prefill, decode = map(cluster.silences, nodes)
+        assert max(prefill["latest"], decode["latest"]) < Health().loop_timeout
+        assert prefill["latest"] < prefill["longest"] / 4
 
 
-async def test_a_node_that_stays_hung_ends_its_process(watched: RunningCluster, reference: Reference) -> None:
+async def test_a_node_that_stays_hung_ends_its_process(reference: Reference, tmp_path: Path) -> None:
     """The node's log shows where its loop was. A supervisor would restart it; here the test does."""
     prompt = prompt_of(40, 1)
-    async with Client(watched.url) as client:
+    config = {
+        "router": {"placement_wait": 600.0},
+        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 3.0, "return_window": 600.0},
+    }
+    watched = RunningCluster(tmp_path, config=config, blocking=("decode-0",))
+    async with watched, Client(watched.url) as client:
+        # A node announces a minute for its first forward, and for later ones what earlier ones took.
+        await client.complete(prompt_of(20, 2), 12)
         watched.block("decode-0")
         running = asyncio.create_task(client.complete(prompt, 12))
         code = await asyncio.to_thread(watched.processes["decode-0"].wait, 10 * PATIENCE)
