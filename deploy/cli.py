@@ -127,7 +127,7 @@ def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
     say(f"{_served_name(resolved)} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
     say("Ctrl-C stops it.")
     try:
-        supervisor.watch(report)
+        supervisor.watch(report, show_rest)
         say("draining ...")
     finally:
         supervisor.stop()
@@ -343,6 +343,12 @@ def say(text: str, style: str | None = None) -> None:
                 console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def show_rest() -> None:
+    """Write what the terminal has not taken so far, as after Ctrl-S, if it takes it now."""
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
 
 
 def _fail(text: str) -> NoReturn:

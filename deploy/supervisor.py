@@ -163,8 +163,11 @@ class Supervisor:
             self.stop()
             raise
 
-    def watch(self, report: Report) -> None:
-        """Restart processes that end and report every problem, until a stop is requested."""
+    def watch(self, report: Report, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Restart processes that end and report every problem, until a stop is requested.
+
+        `meanwhile` is called between two checks, and must not wait.
+        """
         next_look = 0.0
         while not self._stop_requested:
             changed = self._watcher.check(report)
@@ -173,6 +176,7 @@ class Supervisor:
                 changed = self._look_for_problems(report) or changed or self._table_is_old()
             if changed:
                 self._write("ready")
+            meanwhile()
             time.sleep(WATCH_INTERVAL)
 
     def stop(self) -> None:

@@ -76,7 +76,7 @@ class Reporting:
     def start(self, show, report):
         pass
 
-    def watch(self, report):
+    def watch(self, report, meanwhile):
         for _ in range(400):
             report("x" * 10_000)
 

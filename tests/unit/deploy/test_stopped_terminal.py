@@ -9,10 +9,14 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import pytest
 
+from common.config import load_cluster
+from deploy.supervisor import Supervisor
 from tests.architecture.source_tree import ROOT
 from tests.fakes.waiting import PATIENCE
 
@@ -38,6 +42,37 @@ with cli.StartView() as view:
         # rich would show what is printed
         os.write(1, b"\\n")
 cli.say("all are ready")
+"""
+
+# deploy/up with a supervisor that has nothing to do; each line of its input is a turn of its watch.
+SUPERVISOR = """
+import os
+import sys
+from pathlib import Path
+import deploy.cli
+
+class Idle:
+    url, run_dir = "http://127.0.0.1:1", Path(sys.argv[1]).parent
+
+    def __init__(self, *given):
+        pass
+
+    def start(self, show, report):
+        sys.stdin.readline()
+        os.write(1, b"\\n")
+
+    def watch(self, report, meanwhile):
+        for line in sys.stdin:
+            meanwhile()
+            os.write(1, b"\\n")
+
+    def stop(self):
+        pass
+
+    request_stop = stop
+
+deploy.cli.Supervisor = Idle
+deploy.cli.main(["up", sys.argv[1]])
 """
 
 
@@ -75,13 +110,13 @@ class Start:
         assert not self._done.read()
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
+@contextmanager
+def started(program: str, *arguments: str) -> Iterator[Start]:
     keyboard, terminal = pty.openpty()
     # Without its own buffer, as PYTHONUNBUFFERED would have it, Python drops what the terminal does not take.
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program, *arguments],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -97,6 +132,12 @@ def start() -> Iterator[Start]:
             process.kill()
             os.close(keyboard)
             os.close(terminal)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with started(PROGRAM) as shown:
+        yield shown
 
 
 def test_bars_come_back_when_the_terminal_goes_on(start: Start) -> None:
@@ -139,3 +180,31 @@ def test_a_line_of_text_is_shown_once_when_the_terminal_goes_on(start: Start) ->
     shown = start.shown()
     assert [shown.count(f"line {number} of three") for number in range(3)] == [1, 1, 1]
     assert shown.count("another line") == 1
+
+
+def test_the_address_is_shown_when_the_terminal_goes_on_after_the_start(tmp_path: Path) -> None:
+    """Nothing else is printed until a process ends, perhaps for weeks."""
+    (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\nprocess: {{run_dir: {tmp_path}/r}}\n")
+    with started(SUPERVISOR, str(tmp_path / "c.yaml")) as start:
+        start.stop_output()
+        start.tell("a turn")
+        start.tell("a turn")
+        assert not start.shown()
+        start.resume_output()
+        start.tell("a turn")
+        assert start.shown().count("m answers at http://127.0.0.1:1/v1") == 1
+
+
+def test_a_supervisor_lets_the_rest_be_shown_between_two_checks(directory: Path) -> None:
+    supervisor = Supervisor(load_cluster(directory / "c.yaml"), [])
+    supervisor.supervise([])
+    turns: list[int] = []
+
+    def meanwhile() -> None:
+        turns.append(len(turns))
+        if len(turns) == 3:
+            supervisor.request_stop()
+
+    supervisor.watch(lambda text: None, meanwhile)
+    supervisor.stop()
+    assert turns == [0, 1, 2]
