@@ -151,6 +151,16 @@ class Child:
         """Return the end of its log, to show when it fails."""
         return _tail(self.log_path) or _tail(self._old_log)  # the log may just have been rotated
 
+    def start_failure(self) -> str:
+        """Return why it ended before it was ready: the reason that it reported, or the end of its log.
+
+        After SIGKILL it says who may have sent it, since the process could not report a reason.
+        """
+        at = self.read_progress()
+        if at.phase == "failed" and at.message:
+            return at.message
+        return f"{KILLED}; log: {self.log_path}" if self._was_killed else self.log_tail()
+
     def last_words(self) -> str:
         """Return one line that says why it ended: the reason reported at start-up, or the last line of its log.
 
@@ -158,10 +168,14 @@ class Child:
         """
         if self.read_progress().phase == "failed" and self.progress.message:
             return _shorten(self.progress.message)
-        if self._process is not None and self.exit_code == -signal.SIGKILL:
+        if self._was_killed:
             return KILLED
         events = (_event(line.strip()) for line in reversed(self.log_tail().split("\n")))
         return _shorten(next((event for event in events if event), "no log line"))
+
+    @property
+    def _was_killed(self) -> bool:
+        return self._process is not None and self.exit_code == -signal.SIGKILL
 
 
 def describe_exit(code: int) -> str:

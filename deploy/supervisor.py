@@ -255,9 +255,9 @@ class Supervisor:
             raise StartError("stopped while starting")
         for child in self.children:
             if child.exit_code is not None:
-                child.read_progress()
-                reason = child.progress.message or child.log_tail()
-                raise StartError(f"{child.name} ended with {describe_exit(child.exit_code)}: {reason}")
+                raise StartError(
+                    f"{child.name} ended with {describe_exit(child.exit_code)}: {child.start_failure()}"
+                )
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -200,6 +200,28 @@ def test_what_a_killed_process_logged_last_is_not_taken_for_the_reason(make: Cal
     child.signal(signal.SIGKILL)
     until(lambda: child.exit_code is not None)
     assert child.last_words().startswith("killed from outside")
+    assert child.start_failure().startswith("killed from outside")
+    assert child.start_failure().endswith(f"; log: {child.log_path}")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (
+            """say('{"phase":"failed","message":"no such model"}\\n'); print('later', flush=True)""",
+            "no such model",
+        ),
+        (
+            """say('{"phase":"loading","message":"reads a.bin"}\\n'); print('no memory', flush=True)""",
+            "no memory\n",
+        ),
+    ],
+)
+def test_why_a_start_failed(make: Callable[[str], Child], script: str, reason: str) -> None:
+    child = make(script)
+    child.start()
+    until(lambda: child.exit_code is not None)
+    assert child.start_failure() == reason
 
 
 def test_the_tail_of_a_log_that_was_just_rotated(tmp_path: Path) -> None:
