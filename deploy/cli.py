@@ -31,7 +31,7 @@ from common.launch_record import launched
 from common.observability.stderr_file import StderrFile, has_room, never_wait_for_readers
 from deploy.children import Child
 from deploy.cluster_options import Overrides, Port, command_line, with_port
-from deploy.detached import SUPERVISOR_LOG, start_detached
+from deploy.detached import REFUSED, SUPERVISOR_LOG, StartRefused, start_detached
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
@@ -41,7 +41,7 @@ from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
-EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, 2, 3, 4
+EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, REFUSED, 3, 4
 
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
@@ -274,6 +274,9 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str], keeps: Sequ
         started = start_detached(run_dir, cluster, overrides, say, keeps)
     except ConfigError as error:
         _refuse(cluster, error)
+    except StartRefused as error:
+        say(str(error), "red")
+        raise typer.Exit(EXIT_REFUSED) from None
     except (AlreadyRunning, StartError) as error:
         _fail(str(error))
     name = _served_name(resolved)

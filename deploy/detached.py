@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.run_directory import unwritable
+from common.errors import TandemError
 from deploy.cluster_options import set_options
 from deploy.process_table import BLOCK, read_table
 from deploy.supervisor import AlreadyRunning, StartError, already_running
 
 SUPERVISOR_LOG = "supervisor.log"
+REFUSED = 2  # exit code of a supervisor that refuses the configuration
 # The supervisor itself ends a start without progress; how long a start takes in all is not known.
 TIMEOUT = 86_400.0
+
+
+class StartRefused(TandemError):
+    """The supervisor refused the configuration; the text is what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,8 @@ def start_detached(
 
     The supervisor keeps the descriptors of `keeps` open until it ends.
 
-    Raises AlreadyRunning, StartError with what the supervisor has said, or ConfigError if there can be no log.
+    Raises AlreadyRunning, StartError or StartRefused with what the supervisor has said, or ConfigError if there can be
+    no log.
     """
     _check_not_running(run_dir, cluster, overrides)
     command = [sys.executable, "-m", "deploy.cli", "up", str(cluster), *set_options(overrides)]
@@ -93,9 +100,9 @@ def _await_ready(run_dir: Path, process: subprocess.Popen[bytes], log_path: Path
         table = read_table(run_dir)
         if table is not None and table.state == "ready" and table.supervisor.pid == process.pid:
             return Started(table.url, process.pid)
-        if process.poll() is not None:
-            said = log_path.read_text(errors="replace").strip()
-            raise StartError(said or f"the supervisor ended with {process.returncode}")
+        if (code := process.poll()) is not None:
+            said = log_path.read_text(errors="replace").strip() or f"the supervisor ended with {code}"
+            raise StartRefused(said) if code == REFUSED else StartError(said)
         time.sleep(0.1)
     process.terminate()
     raise StartError(f"not ready after {TIMEOUT:.0f} s; see {log_path}")

@@ -55,8 +55,12 @@ class AlreadyRunning(TandemError):
 
 
 def already_running(table: Table | None, cluster: Path, overrides: Sequence[str]) -> AlreadyRunning:
-    where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
     down = down_line(cluster, overrides)
+    if table is not None and table.state == "stopping":
+        return AlreadyRunning(
+            f"this cluster is being stopped (pid {table.supervisor.pid}); {down} returns once it has ended"
+        )
+    where = f" at {table.url} (pid {table.supervisor.pid})" if table else ""
     return AlreadyRunning(f"this cluster is already running{where}; stop it with {down}")
 
 

@@ -16,7 +16,7 @@ from common.config.run_directory import run_directory
 from common.process_entry import entry
 from deploy import cli
 from deploy.detached import SUPERVISOR_LOG
-from deploy.process_table import Table, table_path, write_table
+from deploy.process_table import State, Table, table_path, write_table
 
 OTHER = 1 << 30  # no process has this pid
 
@@ -79,10 +79,10 @@ def start(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[Callable
         each.end()
 
 
-def make_table(directory: Path) -> None:
+def make_table(directory: Path, state: State = "ready") -> None:
     """Make the table of a cluster that this process supervises."""
     table = Table(
-        supervisor=entry(os.getpid()), cluster="c", url="http://127.0.0.1:9", state="ready", processes={}
+        supervisor=entry(os.getpid()), cluster="c", url="http://127.0.0.1:9", state=state, processes={}
     )
     write_table(run_directory(load_cluster(directory / "c.yaml")), table)
 
@@ -102,6 +102,25 @@ def test_the_cluster_of_another_supervisor_is_not_taken_for_its_own(
     words = "this cluster is already running\n"
     result = start(StandIn(OTHER, words, lambda: make_table(directory), ends=(None, 1)))
     assert (result.exit_code, result.stderr) == (1, words)
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_it_ends_with_the_exit_code_of_its_supervisor(
+    directory: Path, start: Callable[[StandIn], Result], code: int
+) -> None:
+    words = "c.yaml: router.port: port 8000 is in use\n"
+    result = start(StandIn(OTHER, words, ends=(code,)))
+    assert (result.exit_code, result.stderr) == (code, words)
+
+
+def test_a_cluster_that_is_being_stopped_is_not_called_running(
+    directory: Path, start: Callable[[StandIn], Result]
+) -> None:
+    make_table(directory, "stopping")
+    result = start(StandIn(OTHER))
+    assert result.exit_code == 1
+    assert f"this cluster is being stopped (pid {os.getpid()}); deploy/down " in result.stderr
+    assert result.stderr.endswith("returns once it has ended\n")
 
 
 def test_the_log_of_a_supervisor_without_a_table_is_kept(
