@@ -1,10 +1,17 @@
 # Sourced by the scripts beside it: where the checkout is, which Python runs it, and what every process needs set.
 # TANDEM_PYTHON names an interpreter that has tandem's packages already; then nothing is installed.
 root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+case "$root" in
+    *:*)
+        echo "$root: the path has a colon, at which PYTHONPATH would be divided: move the checkout" >&2
+        exit 2
+        ;;
+esac
 if [ -z "${TANDEM_PYTHON:-}" ]; then
     "$root/deploy/setup"
 fi
 python="${TANDEM_PYTHON:-$root/.venv/bin/python}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUTF8=1  # cluster files are UTF-8, and names of files and what is printed may be, whatever the locale is
 export OMP_WAIT_POLICY=PASSIVE  # several processes share the cores: a spinning OpenMP worker takes the others' time
 export OPENBLAS_NUM_THREADS=1  # numpy, with which nothing is multiplied, would start a thread per core in every process

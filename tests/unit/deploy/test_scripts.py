@@ -59,6 +59,34 @@ def test_folders_that_the_shell_searches_for_cd_do_not_matter(
     assert _run(Path("deploy/down"), CDPATH=".")[0] == "installed"
 
 
+def test_a_checkout_whose_path_divides_the_search_path_of_modules_is_refused(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """An interpreter that another checkout is installed in would run that one instead."""
+    moved = checkout.parent.rename(tmp_path / "check:out")
+    ran = subprocess.run(
+        [moved / "deploy" / "up"],
+        env={**os.environ, "TANDEM_PYTHON": str(tmp_path / "named")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"{moved}: the path has a colon" in ran.stderr
+
+
+def test_text_is_utf8_whatever_the_locale(checkout: Path, tmp_path: Path) -> None:
+    """File names and output could not be encoded in an 8-bit locale, which LC_ALL=C with these variables stands for."""
+    _script(
+        tmp_path / "named",
+        f'exec {sys.executable} -c "import sys; print(sys.getfilesystemencoding(), sys.stdout.encoding)"',
+    )
+    eight_bit = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    said = _run(checkout / "up", TANDEM_PYTHON=str(tmp_path / "named"), **eight_bit)
+    assert said == ["utf-8 utf-8"]
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there: bool) -> None:
     """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
