@@ -15,7 +15,7 @@ from tests.architecture.source_tree import Module, modules
 MAX_ARGUMENTS = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Programs for the GPU, whose parameters are what a launch passes.
-KERNELS = {"kernel", "kernel_with_varying", "jit"}
+KERNELS = {"kernel", "kernel_with_varying", "gluon_kernel", "jit"}
 # Folders of kernels: the functions that launch them, and their references, take the same tensors.
 KERNEL_FOLDERS = ("common/engine/ops/", "kv_transfer/transport/cuda/")
 # A parameter with one of them is an option of a command line, which no code passes.

@@ -18,7 +18,7 @@ HALF = re.compile(r"(Of|Whether|What|How|Who|Which|Where|When|Why|As) |The one "
 # A function is described by a verb: "Return the seconds", "Raise InvalidRequest".
 NOUN = re.compile(r"(The|A|An|Raises|Like|Seconds|Number|Names) ")
 # Programs of a kernel and nodes of a graph are described by what each of them does.
-KERNELS = ("kernel", "kernel_with_varying")
+KERNELS = ("kernel", "kernel_with_varying", "gluon_kernel")
 
 
 def odd_prose(module: Module) -> Iterator[tuple[int, str]]:

@@ -47,6 +47,7 @@ from common.engine.ops.fp8_rms_norm import fp8_add_rms_norm_triton, fp8_rms_norm
 from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.held_requests import hold_requests_triton
+from common.engine.ops.hopper_attention import hopper_extend
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
@@ -228,6 +229,13 @@ def attention(
     decode_triton(query[:requests], plane, plane, table, lens, 1024, window, 0.1)
     mask = torch.ones(requests, 4, 4, dtype=torch.bool)
     verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
+
+
+def hopper(dim: int, tokens: int) -> None:
+    """Launch a prompt of one request by the kernel for Hopper GPUs."""
+    plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=BF16)
+    table, starts = torch.zeros(1, 70, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    hopper_extend(torch.zeros(tokens, HEADS, dim, dtype=BF16), plane, plane, table, starts, table[:, 0], 0.1)
 
 
 def tight(gpu: Gpu) -> None:
@@ -500,6 +508,9 @@ def main(capabilities: list[int]) -> None:
     attention(64, BF16, 4096, tokens=64, requests=16)
     attention(128, BF16, None, tokens=256, requests=64, stored=FP8)
     attention(64, torch.float32, None, tokens=64, requests=1)
+    if capability == 90:
+        hopper(128, tokens=2048)
+        hopper(256, tokens=64)
     body(BF16)
     eight_bits()
     fp8_pages()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.engine.attention.backend import LayerOperation, TokenSlots
 from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.ops.ended_programs import ended_programs
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.page_values import page_values
@@ -37,6 +38,8 @@ class PagedAttention:
     def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
         if len(windows) < pool.num_layers:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
+        # The first graph that is captured, the largest, may divide no keys; another one could not make the counts.
+        ended_programs(pool.device)
         self.pool = pool
         self._windows = tuple(windows)
         layer = pool.attention_layer

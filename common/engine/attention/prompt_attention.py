@@ -12,6 +12,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
 from common.engine.ops.extend_attention import shape_steps
 from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.hopper_attention import hopper_serves
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.state.pool import KvPool
 
@@ -21,7 +22,8 @@ class PromptAttention(PagedAttention):
 
     Args:
         whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
-            without pages. These are the prefill buckets; each is run once before serving, since its first call is slow.
+            without pages, except where `hopper_serves`, which is faster. These are the prefill buckets; each is run
+            once before serving, since its first call is slow.
     """
 
     def __init__(
@@ -48,11 +50,16 @@ class PromptAttention(PagedAttention):
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         processors = multiprocessors(pool.device)
-        steps = shape_steps(max_tokens, heads, kv_heads, head_dim * dtype.itemsize, processors)
+        # With 1 token `hopper_extend` divides keys, with the most it does not if it ever does not.
+        steps = {
+            1,
+            max_tokens,
+            *shape_steps(max_tokens, heads, kv_heads, head_dim * dtype.itemsize, processors),
+        }
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
-        for layer, requests, tokens in itertools.product(layers, sorted(crowds), steps):
+        for layer, requests, tokens in itertools.product(layers, sorted(crowds), sorted(steps)):
             qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=pool.device)
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
@@ -73,5 +80,9 @@ class PromptAttention(PagedAttention):
         if rows not in self._whole_prompt_tokens or (window is not None and window < rows):
             return None
         if query.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        layer = self.pool.attention_layer
+        assert layer is not None
+        if hopper_serves(query, self.pool.key(layer), window, (1.0, 1.0)):
             return None
         return whole_prompt_rows(self._planned(), rows)

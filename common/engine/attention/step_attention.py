@@ -11,7 +11,6 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention
 from common.engine.ops.extend_attention import extend_attention
-from common.engine.ops.key_parts import ended_programs
 from common.engine.ops.rotary_decode import NewTokens, fuses_rotation, rotary_decode
 from common.engine.ops.verify_attention import verify_attention
 from common.engine.state.pool import KvPool
@@ -25,8 +24,6 @@ class StepAttention(PagedAttention):
 
     def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
         super().__init__(pool, windows, scale)
-        # The first graph that is captured, the largest, may divide no keys; another one could not make the counts.
-        ended_programs(pool.device)
         self._unstored: tuple[int, Tensor, NewTokens] | None = None
 
     def store(

@@ -1,7 +1,7 @@
 """Extend attention: any number of new tokens per request over pages that already hold their keys and values.
 
 Reads only slots below a request's length: the contents of other pages, of the tail of the last page and of unused
-page table entries never affect a result, not even as 0 * NaN.
+page table entries never affect a result, not even as 0 * NaN. On Hopper GPUs `hopper_attention` serves where it can.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
 from common.engine.ops.kv_rounding import for_fp8_keys
 from common.engine.ops.paged_attention import check_layout
 from common.engine.ops.paged_gather import attend, first_visible, gather
@@ -328,10 +329,26 @@ def extend_triton(
     return out
 
 
+def extend_cuda(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    window: int | None,
+    scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    given = query, key_plane, value_plane, page_table, query_start, seq_lens
+    if hopper_serves(query, key_plane, window, (key_scale, value_scale)):
+        return hopper_extend(*given, scale)
+    return extend_triton(*given, window, scale, key_scale, value_scale)
+
+
 def _fake(query: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-extend_attention = register_op(
-    "extend_attention", extend_reference, mutates=(), fake=_fake, cuda=extend_triton
-)
+extend_attention = register_op("extend_attention", extend_reference, mutates=(), fake=_fake, cuda=extend_cuda)

@@ -6,19 +6,18 @@ many programs read them faster than one does (H200: tests/bench/NOTES.md).
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
     kernel,
     kernel_with_varying,
-    launches,
     next_power_of_2,
     tl,
 )
@@ -34,7 +33,6 @@ SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the o
 MAX_COMBINED = 48  # rows of a tile times parts that its last program adds up
 ROWS_TOGETHER, MAX_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
 SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block
-MAX_TILES = 4096  # whose programs can be counted
 LOG2_E = 1.4426950408889634
 
 
@@ -205,31 +203,6 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(weight, axis=0)
     out = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
-
-
-def ended_programs(device: torch.device) -> Tensor:
-    """Return the counts that all calls on a device share, [MAX_TILES] int32, which are zero between calls.
-
-    Calls on two streams at once would count each other's programs. There are none: only decode nodes make such calls,
-    a process has at most one, and its steps, warm-ups and graphs run one after another.
-
-    Where launches only compile, a call gets memory that nothing uses.
-
-    `StepAttention` asks for them when it is made. Raises RuntimeError if the first call is captured, because its graph
-    would own the memory.
-    """
-    if not launches():
-        return torch.empty(MAX_TILES, dtype=torch.int32, device=device)
-    return _counts(device)
-
-
-@functools.cache
-def _counts(device: torch.device) -> Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the counts of attention must be made before the first graph is captured, which would own them"
-        )
-    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 class KeyParts:

@@ -21,6 +21,15 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # CPU builds of torch do not include it
     triton, tl, TensorDescriptor = None, None, None
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+except ImportError:
+    gl, GluonJITFunction, hopper, GluonDescriptor = None, None, None, None
+# The name changed with Triton 3.7.
+thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 __all__ = [
     "COMPILE_ERRORS",
@@ -32,7 +41,11 @@ __all__ = [
     "copies_in_bulk",
     "described",
     "full_tile",
+    "gl",
+    "gluon_kernel",
     "has_triton",
+    "hopper",
+    "is_hopper",
     "kernel",
     "kernel_with_varying",
     "launch_next",
@@ -40,6 +53,9 @@ __all__ = [
     "multiprocessors",
     "next_power_of_2",
     "report_compilations",
+    "swizzled_layout",
+    "swizzled_tiles",
+    "thread_barrier",
     "tl",
     "triton",
 ]
@@ -88,6 +104,26 @@ if triton is not None:
 
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             return super().run(*args, grid=grid, warmup=warmup or _compiling_only.get(), **options)
+
+
+if GluonJITFunction is not None:
+
+    class _CompilableGluonKernel(GluonJITFunction):  # type: ignore[misc]  # Triton has no types
+        """A kernel in Gluon whose launches `compiling_only` stops after compilation."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or _compiling_only.get(), **options)
+
+
+def gluon_kernel(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Do as `kernel_with_varying` for a kernel in Gluon, which has no interpreter: the kernel can only be compiled."""
+
+    def declare(function: Callable[..., Any]) -> Any:
+        if GluonJITFunction is None:
+            return _Missing(function.__name__)
+        return _CompilableGluonKernel(function, do_not_specialize=list(names))
+
+    return declare
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -153,6 +189,26 @@ def chained(device: torch.device) -> dict[str, bool]:
     option that time passes while the previous kernel still runs.
     """
     return {"CHAINED": True, "launch_pdl": True} if _hopper_or_later(device) else {"CHAINED": False}
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether kernels in Gluon for Hopper run on this device: later GPUs lack its matrix instructions."""
+    if device.type != "cuda" or GluonJITFunction is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def swizzled_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """Return the layout of tiles [rows, columns] in shared memory that matrix units and bulk copies share."""
+    return gl.NVMMASharedLayout.get_default_for(
+        [rows, columns], gl.float16 if dtype is torch.float16 else gl.bfloat16
+    )
+
+
+def swizzled_tiles(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor from which a kernel in Gluon copies tiles [rows, columns] of a matrix; zero past its end."""
+    return GluonDescriptor.from_tensor(matrix, [rows, columns], swizzled_layout(rows, columns, matrix.dtype))
 
 
 BULK_ALIGNMENT = 16  # bytes: alignment of row starts

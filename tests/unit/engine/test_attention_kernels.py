@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
+from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
-from common.engine.ops.key_parts import MAX_COMBINED, MAX_TILES, Division, KeyParts, ended_programs
+from common.engine.ops.key_parts import MAX_COMBINED, Division, KeyParts
 from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 

@@ -17,7 +17,7 @@ from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.graphs.spec import GraphKey
-from common.engine.ops.key_parts import ended_programs
+from common.engine.ops.ended_programs import ended_programs
 from common.engine.ops.triton_kernel import compiling_only, launches
 from common.engine.state.relay_state import RelayState
 from common.node import graph_start

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.attention import step_attention
+from common.engine.attention import paged
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention, decode_reference
@@ -192,7 +192,7 @@ def test_the_attention_of_prompts_refuses_steps_of_decode_nodes(mode: ForwardMod
 def test_the_counts_of_programs_are_made_before_any_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that asks for them first fails, and its second attempt takes memory of its own."""
     made: list[torch.device] = []
-    monkeypatch.setattr(step_attention, "ended_programs", made.append)
+    monkeypatch.setattr(paged, "ended_programs", made.append)
     pool = plain_pool(1, KV_HEADS, DIM, 16, 3, torch.float32, "cpu")
-    step_attention.StepAttention(pool, (None,))
+    PagedAttention(pool, (None,))
     assert made == [pool.device]

@@ -18,7 +18,7 @@ import prefill_node.build
 from common.config import load_cluster
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.slots import StaticInputs
-from common.engine.ops.key_parts import ended_programs
+from common.engine.ops.ended_programs import ended_programs
 from common.engine.state.relay_state import RelayState
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter

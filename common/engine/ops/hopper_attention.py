@@ -1,0 +1,317 @@
+"""Extend attention on Hopper GPUs: warp groups of a program load keys, multiply and exponentiate at the same time.
+
+One warp copies keys and values from their pages into shared memory, by bulk copies of one page each. Two warp groups
+have 64 rows each. While the matrix units multiply the keys of step n, and the probabilities and values of step n - 1,
+the other group's exponentials of its own step are computed: FlashAttention-3 (arXiv 2407.08608), without its order of
+turns. It is written in Gluon, the layer of Triton in which a program says which warps do what.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.ended_programs import MAX_TILES, ended_programs
+from common.engine.ops.hopper_warps import attend, copy
+from common.engine.ops.paged_attention import check_layout
+from common.engine.ops.triton_kernel import (
+    cdiv,
+    chained,
+    gl,
+    gluon_kernel,
+    hopper,
+    is_hopper,
+    multiprocessors,
+    next_power_of_2,
+    swizzled_layout,
+    swizzled_tiles,
+    tl,
+)
+
+ROWS = 128  # query tokens times query heads of a KV head, of one program
+WIDTH = 64  # columns of a bulk copy: 128 bytes, the most that are stored without bank conflicts
+STAGES = 2  # steps of keys, and of values, in shared memory
+HEAD_DIMS = (64, 128, 256)
+MIN_PAGE = 8  # tokens
+MAX_SPLITS = 16
+MIN_SHARE = 4  # blocks of keys of a part
+# Registers of a thread that multiplies, of one that copies, and of each of the 384 threads before these take theirs.
+REGISTERS, COPY_REGISTERS, LAUNCHED_REGISTERS = 240, 24, 168
+LOG2_E = 1.4426950408889634
+
+
+def block_keys(head_dim: int) -> int:
+    """Return the keys of a step; a warp group has their scores and its output in registers."""
+    return 64 if head_dim > 128 else 128
+
+
+@gluon_kernel()
+def _await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Do as `triton_kernel.await_previous`."""
+    if CHAINED:
+        launch: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+        gl.inline_asm_elementwise(launch, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait: gl.constexpr = "griddepcontrol.wait; // $0"
+        gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon_kernel()
+def _add(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@gluon_kernel("num_requests", "num_tokens", "table_stride", "splits")
+def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
+    query_ptr,  # [T, HEADS, D]
+    key_plane,  # [slots, KV_HEADS * D], descriptors of pages
+    value_plane,
+    table_ptr,  # [B, max_pages]
+    start_ptr,  # [B + 1]
+    lens_ptr,  # [B]
+    out_ptr,  # [T, HEADS, D]
+    part_ptr,  # [T, HEADS, splits, D] float32; used if DIVIDED
+    lse_ptr,  # [T, HEADS, splits] float32; used if DIVIDED
+    ended_ptr,  # int32, zero before and after: groups that have ended, by tile, KV head and half; used if DIVIDED
+    num_requests,
+    num_tokens,  # T, padding included
+    slots,
+    query_stride,
+    table_stride,
+    splits,  # parts of the keys
+    scale_log2,  # scale * log2(e)
+    DIVIDED: tl.constexpr,  # splits is over 1
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head, padded to a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # more than num_requests
+    STAGES: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    PAGE_LAYOUT: tl.constexpr,
+    BLOCK_LAYOUT: tl.constexpr,
+    LINE_LAYOUT: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    COPY_REGISTERS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Each program computes every so many'th piece: TOKENS new tokens of a request, a KV head, and a part of the keys.
+
+    The tokens that follow the last request are padding, whose rows become zero.
+    """
+    _await_previous(CHAINED)
+    TOKENS: gl.constexpr = 128 // GROUP
+    LIVE: gl.constexpr = HEADS // KV_HEADS
+    index = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [4], [0]))
+    starts = gl.load(start_ptr + index, mask=index <= num_requests, other=0)
+    stops = gl.load(start_ptr + index + 1, mask=index < num_requests, other=0)
+    stops = gl.where(index == num_requests, num_tokens, stops)
+    tiles = gl.cdiv(stops - starts, TOKENS)
+    upto = gl.associative_scan(tiles, 0, _add)  # tiles of requests 0 .. index
+    count = gl.sum(tiles, axis=0)
+
+    dtype: gl.constexpr = key_plane.dtype
+    COPIES: gl.constexpr = STAGES * (BLOCK_N // PAGE) * (D // 64)
+    key_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], PAGE_LAYOUT)
+    value_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], PAGE_LAYOUT)
+    # A block is stored as its columns 0 to 63, then the next 64, and so on, so it is a sequence of pages' columns.
+    key_ring = key_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], BLOCK_LAYOUT)
+    value_ring = value_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], BLOCK_LAYOUT)
+    lines = value_pages._reinterpret(dtype, [COPIES * PAGE // 8, 8, 64], LINE_LAYOUT)
+    queries = gl.allocate_shared_memory(dtype, [2, 64, D], BLOCK_LAYOUT)
+    words: gl.constexpr = hopper.mbarrier.MBarrierLayout()
+    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
+    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
+    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
+    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
+    uncleared = gl.allocate_shared_memory(gl.int64, [1, 1], words)
+
+    for piece in range(gl.program_id(0), count * KV_HEADS * splits, gl.num_programs(0)):
+        split, kv_head = piece % splits, piece // splits % KV_HEADS
+        tile = count - 1 - piece // (splits * KV_HEADS)  # first the ends of long requests, which cost most
+        request = gl.sum((upto <= tile).to(gl.int32), axis=0)
+        before = gl.sum(gl.where(index < request, tiles, 0), axis=0)
+        start = gl.load(start_ptr + request)
+        stop, length = num_tokens, num_tokens * 0
+        if request < num_requests:
+            stop = gl.load(start_ptr + request + 1)
+            length = gl.load(lens_ptr + request)
+        first = start + (tile - before) * TOKENS
+        if length == 0:
+            if split == 0:
+                zeros: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+                row = gl.arange(0, 128, gl.SliceLayout(1, zeros))
+                dim = gl.arange(0, D, gl.SliceLayout(0, zeros))
+                token = (first + row // GROUP).to(gl.int64)
+                line = token * HEADS + kv_head * LIVE + row % GROUP
+                live = ((token < stop) & (row % GROUP < LIVE))[:, None]
+                nothing = gl.zeros([128, D], out_ptr.dtype.element_ty, zeros)
+                gl.store(out_ptr + (line * D)[:, None] + dim[None, :], nothing, mask=live)
+        else:
+            position = length - stop + first  # of the tile's first query
+            end = gl.minimum(position + TOKENS, length)
+            blocks = gl.cdiv(end, BLOCK_N)
+            share = gl.maximum(gl.cdiv(blocks, splits), MIN_SHARE)
+            if not DIVIDED:
+                share = blocks
+            used = gl.cdiv(blocks, share)
+            begin = split * share
+            if begin < blocks:
+                stop_block = gl.minimum(begin + share, blocks)
+                # Below it every query of the tile sees every key.
+                clear = gl.maximum((position + 1) // BLOCK_N, begin)
+                masked = gl.maximum(stop_block - clear, 1)
+                for stage in gl.static_range(STAGES):
+                    hopper.mbarrier.init(key_full.index(stage), count=1)
+                    hopper.mbarrier.init(value_full.index(stage), count=1)
+                    hopper.mbarrier.init(key_empty.index(stage), count=2)
+                    hopper.mbarrier.init(value_empty.index(stage), count=2)
+                hopper.mbarrier.init(uncleared.index(0), count=1)
+                hopper.fence_async_shared()
+                barriers = key_full, key_empty, value_full, value_empty, uncleared
+                ended = ended_ptr + (tile * KV_HEADS + kv_head) * 2
+                memory = query_ptr, query_stride, out_ptr, part_ptr, lse_ptr, ended
+                rings = key_ring, value_ring
+                here = kv_head, first, stop, position
+                keys = stop_block - 1, stop_block - begin, masked, split, splits, used
+                table = table_ptr + request.to(gl.int64) * table_stride
+                gl.warp_specialize(
+                    [
+                        (
+                            attend,
+                            (
+                                0, memory, queries, rings, barriers, here, keys, scale_log2,
+                                DIVIDED, HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
+                            ),
+                        ),
+                        (
+                            attend,
+                            (
+                                1, memory, queries, rings, barriers, here, keys, scale_log2,
+                                DIVIDED, HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
+                            ),
+                        ),
+                        (
+                            copy,
+                            (
+                                (key_plane, value_plane), (key_pages, value_pages), lines, barriers, table,
+                                stop_block - 1, stop_block - begin, end, kv_head * D, slots,
+                                PAGE, D, BLOCK_N, STAGES,
+                            ),
+                        ),
+                    ],
+                    [4, 1],
+                    [REGISTERS, COPY_REGISTERS],
+                )  # fmt: skip
+                # The next piece starts them anew.
+                for stage in gl.static_range(STAGES):
+                    hopper.mbarrier.invalidate(key_full.index(stage))
+                    hopper.mbarrier.invalidate(value_full.index(stage))
+                    hopper.mbarrier.invalidate(key_empty.index(stage))
+                    hopper.mbarrier.invalidate(value_empty.index(stage))
+                hopper.mbarrier.invalidate(uncleared.index(0))
+
+
+def hopper_serves(query: Tensor, plane: Tensor, window: int | None, scales: tuple[float, float]) -> bool:
+    """Return whether `hopper_extend` computes extend attention of these queries over planes like this one."""
+    page_size, kv_heads, head_dim = plane.shape[1:]
+    return (
+        is_hopper(query.device)
+        and window is None
+        and scales == (1.0, 1.0)
+        and query.dtype == plane.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and head_dim in HEAD_DIMS
+        and query.shape[1] <= ROWS * kv_heads
+        and MIN_PAGE <= page_size <= block_keys(head_dim)
+        and page_size == next_power_of_2(page_size)
+        and query.stride(0) % 8 == 0
+    )
+
+
+def choose_splits(tiles: int, kv_heads: int, batch: int, processors: int) -> int:
+    """Return the parts into which keys are divided, so that all processors have work if there are few `tiles`.
+
+    They follow from the number of rows, not from lengths, so that the grid of a graph serves all lengths.
+    """
+    if 2 * kv_heads * (tiles + batch + 1) > MAX_TILES:
+        return 1
+    return max(1, min(processors // (kv_heads * tiles), MAX_SPLITS))
+
+
+def hopper_extend(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    splits: int | None = None,
+) -> Tensor:
+    """Compute `extend_attention` without a window, where `hopper_serves`.
+
+    Args:
+        scale: of scores, positive.
+        splits: parts of the keys, see `choose_splits`.
+    """
+    assert scale > 0.0, "the largest score is searched for before it is scaled"
+    count, heads, head_dim = query.shape
+    num_pages, page_size, kv_heads, _ = key_plane.shape
+    batch, group = seq_lens.shape[0], next_power_of_2(heads // kv_heads)
+    check_layout(query, key_plane, value_plane, page_table, seq_lens)
+    assert query_start.shape == (batch + 1,), f"{tuple(query_start.shape)} starts for {batch} requests"
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if count == 0:
+        return out
+    keys, slots = block_keys(head_dim), num_pages * page_size
+    # One request has so many; the programs take turns on more.
+    tiles = cdiv(count, ROWS // group)
+    parts = splits or choose_splits(tiles, kv_heads, batch, multiprocessors(query.device))
+    outputs = lse = ended = out
+    if parts > 1:
+        outputs = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
+        lse = outputs.new_empty((count, heads, parts))
+        ended = ended_programs(query.device)
+    planes = [
+        swizzled_tiles(plane.view(slots, kv_heads * head_dim), page_size, WIDTH)
+        for plane in (key_plane, value_plane)
+    ]
+    _hopper_extend_kernel[(kv_heads * tiles * parts,)](
+        query,
+        *planes,
+        page_table,
+        query_start,
+        seq_lens,
+        out,
+        outputs,
+        lse,
+        ended,
+        batch,
+        count,
+        slots,
+        query.stride(0),
+        page_table.stride(0),
+        parts,
+        scale * LOG2_E,
+        DIVIDED=parts > 1,
+        PAGE=page_size,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        GROUP=group,
+        BLOCK_N=keys,
+        BLOCK_B=max(next_power_of_2(batch + 1), 128),
+        STAGES=STAGES,
+        MIN_SHARE=MIN_SHARE,
+        PAGE_LAYOUT=planes[0].layout,
+        BLOCK_LAYOUT=swizzled_layout(keys, head_dim, query.dtype),
+        LINE_LAYOUT=swizzled_layout(8, WIDTH, query.dtype),
+        REGISTERS=REGISTERS,
+        COPY_REGISTERS=COPY_REGISTERS,
+        **chained(query.device),
+        num_warps=4,
+        maxnreg=LAUNCHED_REGISTERS,
+    )
+    return out

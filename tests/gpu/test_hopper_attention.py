@@ -1,0 +1,147 @@
+"""The attention kernel for Hopper GPUs, compared with the reference in float32; what must not be read is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.ops.ended_programs import ended_programs
+from common.engine.ops.extend_attention import extend_attention, extend_reference
+from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+    pytest.mark.timeout(240),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+BAD_PAGE = 2**31 - 1
+TOLERANCE = {BF16: 1.6e-2, FP16: 3e-3}
+
+
+class Prompts:
+    """Requests of `lengths` tokens, of which `new` are computed, with NaN wherever a kernel must not read."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        new: list[int],
+        heads: tuple[int, int, int],
+        page_size: int,
+        dtype: torch.dtype,
+        rows: int = 0,
+        padding: int = 0,
+    ) -> None:
+        """Make the requests.
+
+        Args:
+            heads: query heads, KV heads, head_dim.
+            rows: of the page table; those after the requests have no tokens.
+            padding: tokens after the last request.
+        """
+        generator = torch.Generator("cuda").manual_seed(1)
+        count, kv_heads, head_dim = heads
+        needed = [-(-length // page_size) for length in lengths]
+        pages = torch.randperm(sum(needed) + 7, generator=torch.Generator().manual_seed(2)) + 1
+        shape = (len(pages) + 1, page_size, kv_heads, head_dim)
+        self.planes = [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(2)]
+        rows = max(rows, len(lengths))
+        table = torch.full((rows, max(needed) + 2), BAD_PAGE, dtype=torch.int32)
+        first = 0
+        for row, (length, taken) in enumerate(zip(lengths, needed, strict=True)):
+            table[row, :taken] = pages[first : first + taken]
+            first += taken
+            for plane in self.planes:
+                plane[0] = torch.nan
+                if length % page_size:
+                    plane[pages[first - 1], length % page_size :] = torch.nan
+        self.table = table.cuda()
+        starts = [0, *torch.tensor(new).cumsum(0).tolist()]
+        starts += [starts[-1]] * (rows - len(new))
+        self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        self.lengths = torch.tensor(lengths + [0] * (rows - len(lengths)), dtype=torch.int32, device="cuda")
+        size = (sum(new) + padding, count, head_dim)
+        self.query = torch.randn(size, device="cuda", generator=generator).to(dtype)
+        self.query[sum(new) :] = torch.nan
+        self.scale = head_dim**-0.5
+
+    def expected(self) -> torch.Tensor:
+        query, keys, values = (tensor.float() for tensor in (self.query, *self.planes))
+        rest = self.table, self.starts, self.lengths, None, self.scale
+        return extend_reference(query, keys, values, *rest)
+
+    def computed(self, splits: int | None) -> torch.Tensor:
+        keys, values = self.planes
+        rest = self.table, self.starts, self.lengths, self.scale, splits
+        return hopper_extend(self.query, keys, values, *rest).float()
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("lengths", "new", "heads", "page_size", "dtype", "rows", "padding"),
+    [
+        ([64], [64], (32, 8, 128), 16, BF16, 64, 64),
+        ([700], [700], (32, 8, 128), 16, FP16, 1, 30),
+        ([1000, 333, 2000], [200, 333, 1], (32, 8, 128), 16, BF16, 64, 5),
+        ([5003, 7], [33, 7], (32, 8, 128), 16, FP16, 64, 24),
+        ([9000], [1], (32, 8, 128), 16, BF16, 1, 15),
+        ([1500, 90], [1300, 33], (28, 4, 128), 16, BF16, 1, 0),
+        ([1300], [700], (16, 16, 128), 32, BF16, 1, 0),
+        ([4900, 777], [50, 7], (32, 8, 64), 16, FP16, 1, 3),
+        ([900], [50], (32, 4, 128), 128, FP16, 1, 0),
+        ([3000], [2048], (64, 8, 128), 64, BF16, 1, 0),
+        ([1000], [1000], (16, 2, 256), 16, BF16, 1, 24),
+        ([6005], [100], (16, 2, 256), 64, FP16, 64, 28),
+        ([2000], [300], (8, 8, 256), 8, BF16, 1, 0),
+        ([50] * 70, [3] * 70, (32, 8, 128), 16, BF16, 1, 0),
+        ([0, 300], [100, 300], (32, 8, 128), 16, BF16, 1, 10),
+    ],
+)
+def test_prompts(
+    lengths: list[int],
+    new: list[int],
+    heads: tuple[int, int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    rows: int,
+    padding: int,
+    splits: int | None,
+) -> None:
+    prompts = Prompts(lengths, new, heads, page_size, dtype, rows, padding)
+    assert hopper_serves(prompts.query, prompts.planes[0], None, (1.0, 1.0))
+    expected = prompts.expected()
+    for _ in range(2):  # the counts of the first call must be zero again
+        torch.testing.assert_close(prompts.computed(splits), expected, atol=TOLERANCE[dtype], rtol=0)
+    assert not ended_programs(prompts.query.device).any()
+
+
+def test_a_graph_serves_other_lengths_than_those_of_its_capture() -> None:
+    """Its grid follows from the number of rows, so a short prompt's graph also serves one with a long prefix."""
+    captured = Prompts([64], [64], (32, 8, 128), 16, BF16, 8)
+    ended_programs(captured.query.device)
+    wide = torch.full((8, 700), BAD_PAGE, dtype=torch.int32, device="cuda")
+    wide[:, : captured.table.shape[1]] = captured.table
+    pool = [torch.randn(700, 16, 8, 128, device="cuda").to(BF16) for _ in range(2)]
+    for kept, made in zip(pool, captured.planes, strict=True):
+        kept[: len(made)] = made
+    given = captured.query, *pool, wide, captured.starts, captured.lengths, None, captured.scale
+    extend_attention(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = extend_attention(*given)
+    graph.replay()
+    torch.testing.assert_close(out.float(), captured.expected(), atol=TOLERANCE[BF16], rtol=0)
+    for kept in pool:
+        kept.nan_to_num_()
+    wide[0] = torch.randperm(700, device="cuda")
+    wide[1, :2] = wide[0, :2]
+    captured.starts.copy_(torch.tensor([0, 40, 64, *[64] * 6], dtype=torch.int32))
+    captured.lengths.copy_(torch.tensor([11_000, 30, *[0] * 6], dtype=torch.int32))
+    graph.replay()
+    query, keys, values = (tensor.float() for tensor in (captured.query, *pool))
+    rest = wide, captured.starts, captured.lengths, None, captured.scale
+    expected = extend_reference(query, keys, values, *rest)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[BF16], rtol=0)

@@ -1,0 +1,95 @@
+"""Which attention the kernel for Hopper GPUs serves, and how it divides keys; its values are checked on GPUs only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.ops import extend_attention, hopper_attention
+from common.engine.ops.ended_programs import MAX_TILES
+from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_serves
+
+BF16 = torch.bfloat16
+
+
+def query(heads: int = 32, head_dim: int = 128, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(4, heads, head_dim, dtype=dtype)
+
+
+def plane(page: int = 16, heads: int = 8, head_dim: int = 128, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(3, page, heads, head_dim, dtype=dtype)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_attention, "is_hopper", lambda device: True)
+
+
+def test_other_devices_are_not_served() -> None:
+    assert not hopper_serves(query(), plane(), None, (1.0, 1.0))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "scales", "served"),
+    [
+        (query(), plane(), None, (1.0, 1.0), True),
+        (query(), plane(8), None, (1.0, 1.0), True),
+        (query(), plane(128), None, (1.0, 1.0), True),
+        (query(28), plane(heads=4), None, (1.0, 1.0), True),
+        (query(16, 256), plane(64, 2, 256), None, (1.0, 1.0), True),
+        (query(dtype=torch.float16), plane(dtype=torch.float16), None, (1.0, 1.0), True),
+        (query(), plane(), 4096, (1.0, 1.0), False),
+        (query(), plane(), None, (0.5, 1.0), False),
+        (query(), plane(dtype=torch.float8_e4m3fn), None, (1.0, 1.0), False),
+        (query(dtype=torch.float32), plane(dtype=torch.float32), None, (1.0, 1.0), False),
+        (query(head_dim=80), plane(head_dim=80), None, (1.0, 1.0), False),
+        (query(), plane(4), None, (1.0, 1.0), False),
+        (query(), plane(24), None, (1.0, 1.0), False),
+        (query(), plane(256), None, (1.0, 1.0), False),
+        (query(16, 256), plane(128, 2, 256), None, (1.0, 1.0), False),
+        (query(256), plane(heads=1), None, (1.0, 1.0), False),
+        (
+            torch.zeros(4, 32 * 128 + 4, dtype=BF16)[:, :-4].unflatten(1, (32, 128)),
+            plane(),
+            None,
+            (1.0, 1.0),
+            False,
+        ),
+    ],
+)
+def test_what_is_served(
+    queries: torch.Tensor, keys: torch.Tensor, window: int | None, scales: tuple[float, float], served: bool
+) -> None:
+    assert hopper_serves(queries, keys, window, scales) is served
+
+
+@pytest.mark.parametrize(
+    ("tiles", "kv_heads", "batch", "splits"),
+    [
+        (1, 8, 64, 16),  # 32 tokens of 32 heads
+        (2, 8, 64, 8),
+        (4, 8, 1, 4),
+        (8, 8, 1, 2),
+        (16, 8, 1, 1),
+        (256, 8, 1, 1),
+        (1, 2, 1, MAX_SPLITS),
+        (1, 32, 64, 1),  # too many tiles to count
+    ],
+)
+def test_splits_give_each_of_132_processors_work(tiles: int, kv_heads: int, batch: int, splits: int) -> None:
+    found = choose_splits(tiles, kv_heads, batch, 132)
+    assert found == splits
+    assert found == 1 or 2 * kv_heads * (tiles + batch + 1) <= MAX_TILES
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_extend_attention_asks_whether_it_is_served(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(extend_attention, "hopper_serves", lambda *given: served)
+    monkeypatch.setattr(extend_attention, "hopper_extend", lambda *given: calls.append("hopper"))
+    monkeypatch.setattr(extend_attention, "extend_triton", lambda *given: calls.append("triton"))
+    lengths = torch.zeros(1, dtype=torch.int32)
+    given = query(), plane(), plane(), lengths[None], torch.zeros(2, dtype=torch.int32), lengths
+    extend_attention.extend_cuda(*given, None, 0.1)
+    assert calls == ["hopper" if served else "triton"]
