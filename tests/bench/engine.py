@@ -1,7 +1,9 @@
 """The steps of both nodes without sockets: prompts to first tokens, batches to next tokens, graphs on and off.
 
     python -m tests.bench.engine [--shape qwen3-30b-a3b] [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...]
-        [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
+        [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none] [--cached 0]
+
+`--cached` is the number of tokens before each prompt whose keys and values the pages already hold.
 
 With `--ranks 2` the model is divided over two GPUs as in a node; weights, bytes and floors are those of one of them,
 and a floor contains no all-reduce. `--share 2` measures the share of one of them on one GPU (`bench_ranks.py`).
@@ -171,9 +173,19 @@ class PrefillSteps:
     """Prompts one at a time, including the draw of their first tokens."""
 
     def __init__(
-        self, runner: ModelRunner, wanted: str, chunk: int, embeds: PromptEmbeds | None = None
+        self,
+        runner: ModelRunner,
+        wanted: str,
+        chunk: int,
+        embeds: PromptEmbeds | None = None,
+        cached: int = 0,
     ) -> None:
-        """`wanted`: the value of `prefill.graphs`, and after a hyphen the compiler of piecewise graphs."""
+        """Capture the graphs.
+
+        Args:
+            wanted: the value of `prefill.graphs`, and after a hyphen the compiler of piecewise graphs.
+            cached: tokens before each prompt whose keys and values the pages hold.
+        """
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
         graphs = prompt_graphs.prefill_graphs(
@@ -190,20 +202,22 @@ class PrefillSteps:
         )
         self._ids = 20, runner.model.config.vocab_size
         self._rng = np.random.default_rng(1)
+        self._cached = cached
 
     def measure(
         self, tokens: int, repeats: int, images: Callable[[], tuple[ImageSpan, ...]] = tuple
     ) -> Figures:
         """Measure prompts of so many tokens with `images` in each, which `embeds` keeps under key 0."""
-        clock = Clock(self._device)
+        clock, total = Clock(self._device), self._cached + tokens
         for _ in range(repeats + WARM_UP):
-            keys = self._rng.integers(*self._ids, tokens).astype(np.int64)
+            keys = self._rng.integers(*self._ids, total).astype(np.int64)
             request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, images=images())
-            request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
+            request.lease = self._space.lease(request.keys, self._space.pages_for(total), 0)
             assert request.lease is not None
             started = time.perf_counter()
             with clock.launching():
-                launched = self._step.launch(prompt_plan([Chunk(request, 0, tokens)], PAGE, PromptRules(), 1))
+                chunk = Chunk(request, self._cached, tokens)
+                launched = self._step.launch(prompt_plan([chunk], PAGE, PromptRules(), 1))
             launched.completion.wait()
             launched.read()
             clock.times.append(time.perf_counter() - started)
@@ -325,6 +339,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", help="as model.quantization")
     parser.add_argument("--kv-dtype", choices=shapes.KV_DTYPES, default="auto", help="as kv.dtype")
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--cached", type=int, default=0, help="tokens before each prompt")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=60)
@@ -342,7 +357,9 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     device = here.device
     chunk = max([64, *options.prompts])
     longest = options.context + options.steps + 8
-    pool_tokens = max(chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
+    pool_tokens = (
+        max(options.cached + chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
+    )
     cuda = device.type == "cuda"
     began = time.perf_counter()
     runner = constructed_runner(
@@ -373,7 +390,7 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
         steps: PrefillSteps | DecodeSteps
         before = driver_mib() if cuda else 0.0
         if what == "prefill":
-            steps = PrefillSteps(runner, wanted, chunk)
+            steps = PrefillSteps(runner, wanted, chunk, cached=options.cached)
         else:
             steps = decode_steps(runner, wanted, max(sizes), options)
         told, driver = steps.told, round(driver_mib() - before) if cuda else 0
