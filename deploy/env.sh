@@ -12,6 +12,7 @@ if [ -z "${TANDEM_PYTHON:-}" ]; then
 fi
 python="${TANDEM_PYTHON:-$root/.venv/bin/python}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1  # modules come from the checkout and the environment, never from the current directory
 export PYTHONUTF8=1  # cluster files are UTF-8, and names of files and what is printed may be, whatever the locale is
 export OMP_WAIT_POLICY=PASSIVE  # several processes share the cores: a spinning OpenMP worker takes the others' time
 export OPENBLAS_NUM_THREADS=1  # numpy, with which nothing is multiplied, would start a thread per core in every process

@@ -87,6 +87,21 @@ def test_text_is_utf8_whatever_the_locale(checkout: Path, tmp_path: Path) -> Non
     assert said == ["utf-8 utf-8"]
 
 
+def test_modules_in_the_current_directory_are_not_run(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A project may have folders of the same names, or a file with the name of a module of Python."""
+    (checkout / "__init__.py").touch()
+    (checkout / "cli.py").write_text("import random; print('own', random.__name__)")
+    project = tmp_path / "project"
+    (project / "deploy").mkdir(parents=True)
+    (project / "deploy" / "__init__.py").touch()
+    (project / "deploy" / "cli.py").write_text("print('of the project')")
+    (project / "random.py").write_text("print('of the project')")
+    monkeypatch.chdir(project)
+    assert _run(checkout / "up", TANDEM_PYTHON=sys.executable) == ["own random"]
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there: bool) -> None:
     """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
