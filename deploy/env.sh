@@ -1,5 +1,9 @@
 # Sourced by the scripts beside it: where the checkout is, which Python runs it, and what every process needs set.
 # TANDEM_PYTHON names an interpreter that has tandem's packages already; then nothing is installed.
+# A file or socket that a process opens would get the number of a closed stream, and log lines would be written into it.
+for stream in 0 1 2; do
+    if [ -d "/proc/$$/fd" ] && ! [ -e "/proc/$$/fd/$stream" ]; then eval "exec $stream<>/dev/null"; fi
+done
 root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 case "$root" in
     *:*)

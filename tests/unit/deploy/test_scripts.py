@@ -102,6 +102,23 @@ def test_modules_in_the_current_directory_are_not_run(
     assert _run(checkout / "up", TANDEM_PYTHON=sys.executable) == ["own random"]
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_standard_stream_is_closed(checkout: Path, tmp_path: Path, closed: str) -> None:
+    """Otherwise a file or socket that the process opens gets the number, and log lines are written into it."""
+    found = tmp_path / "found"
+    _script(tmp_path / "named", f"readlink /proc/$$/fd/0 /proc/$$/fd/1 /proc/$$/fd/2 > {found}")
+    ran = subprocess.run(
+        ["bash", "-c", f'exec "$0" {closed}', checkout / "up"],
+        env={**os.environ, "TANDEM_PYTHON": str(tmp_path / "named")},
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+    assert len(found.read_text().splitlines()) == 3
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there: bool) -> None:
     """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
