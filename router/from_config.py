@@ -35,6 +35,7 @@ from router.chat.call_formats import CALL_FORMATS
 from router.http.client import View
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.requests.hidden_states import StateLimit
+from router.server.connection_log import ConnectionLog
 from router.server.connections import ConnectionLimit, affordable_connections
 from router.server.listeners import HttpPlan, TcpEntry
 from router.server.sockets import TlsFiles
@@ -122,7 +123,9 @@ def http_plan(
         admin,
         places.socket,
         keys,
-        ConnectionLimit(router.max_connections_per_client, _connections(cluster, log)),
+        ConnectionLimit(
+            router.max_connections_per_client, _connections(cluster, log), ConnectionLog(log).note
+        ),
         body_bytes,
         process.name,
         own_socket(resolved, process.index) if process.host_peers else None,

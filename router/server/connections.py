@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 # Descriptors of a router for everything else: its links to nodes, its workers, sockets and files.
 RESERVED, RESERVED_PER_NODE = 128, 4
 MIN_CONNECTIONS = 16  # connections that it has however few descriptors there are
+
+Refused = Callable[[str, str], None]  # client, reason
 
 
 class Connection(Protocol):
@@ -23,9 +26,11 @@ class ConnectionLimit:
     So clients that connect and send nothing, or never complete the head of a request, cannot keep others out.
     """
 
-    def __init__(self, per_client: int, total: int) -> None:
+    def __init__(self, per_client: int, total: int, refused: Refused = lambda client, reason: None) -> None:
+        """`refused` is called for each new connection that must be closed."""
         self._per_client = per_client
         self.total = total
+        self._refused = refused
         self._clients: dict[Connection, str] = {}
         self._open: Counter[str] = Counter()
         self._idle: dict[Connection, None] = {}  # the longest idle first
@@ -39,8 +44,16 @@ class ConnectionLimit:
         return len(self._idle)
 
     def has_room(self, client: str, pending: int) -> bool:
-        """Return whether the client may have another connection besides `pending` ones that are not counted yet."""
-        return self._open[client] + pending < self._per_client
+        """Return whether the client may have another connection besides `pending` ones that are not counted yet.
+
+        If not, its new connection must be closed, and `refused` is called.
+        """
+        if self._open[client] + pending < self._per_client:
+            return True
+        self._refused(
+            client, f"it has {self._per_client} connections, which is router.max_connections_per_client"
+        )
+        return False
 
     def opened(self, client: str, connection: Connection) -> bool:
         """Count a connection, which is idle. Return False if it must be closed; then it is not counted."""
@@ -49,6 +62,7 @@ class ConnectionLimit:
         if len(self._clients) >= self.total:
             idle = next(iter(self._idle), None)
             if idle is None:
+                self._refused(client, f"{self.total} connections have a request, and there may be no more")
                 return False
             # Its end is announced later: it no longer counts.
             self.closed(idle)

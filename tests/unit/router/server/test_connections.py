@@ -42,17 +42,20 @@ def test_the_connection_without_a_request_for_longest_is_dropped() -> None:
 
 
 def test_a_new_connection_is_refused_while_all_others_have_requests() -> None:
-    limit = ConnectionLimit(per_client=10, total=2)
+    said: list[tuple[str, str]] = []
+    limit = ConnectionLimit(10, 2, lambda client, reason: said.append((client, reason)))
     busy = [Open(), Open()]
     for each in busy:
         assert limit.opened("a", each)
         limit.busy(each)
     refused = Open()
     assert not limit.opened("b", refused)
+    assert said == [("b", "2 connections have a request, and there may be no more")]
     limit.closed(refused)
     assert len(limit) == 2
     limit.closed(busy[0])
     assert limit.opened("b", Open())
+    assert len(said) == 1
     assert not any(each.dropped for each in busy)
 
 

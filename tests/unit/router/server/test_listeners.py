@@ -25,6 +25,7 @@ from router.from_config import http_plan
 from router.http.client import client_address
 from router.process.stack_samples import write_profile
 from router.server.accepting import ACCEPTED_PER_TURN
+from router.server.connection_log import ConnectionLog
 from router.server.connections import ConnectionLimit
 from router.server.listeners import HttpListeners
 from router.server.sockets import TlsFiles, owner_socket
@@ -336,8 +337,8 @@ def test_the_admin_socket_takes_nothing_that_is_another(tmp_path: Path) -> None:
         owner_socket(tmp_path / "none" / "a.sock")
 
 
-async def test_one_address_has_so_many_connections(serve: Serve) -> None:
-    limit = ConnectionLimit(per_client=3, total=100)
+async def test_one_address_has_so_many_connections(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    limit = ConnectionLimit(3, 100, ConnectionLog(Log("router")).note)
     rig = await serve(limit=limit)
     kept = [await asyncio.open_connection(rig.host, rig.port) for _ in range(3)]
     await eventually(lambda: len(limit) == 3)
@@ -346,6 +347,9 @@ async def test_one_address_has_so_many_connections(serve: Serve) -> None:
         async with asyncio.timeout(PATIENCE):
             assert await reader.read() == b""
         writer.close()
+    closed = [each for each in caplog.records if each.getMessage() == "closed a new connection"]
+    assert [each.fields["peer"] for each in closed] == ["127.0.0.1"] * 5  # type: ignore[attr-defined]
+    assert closed[0].fields["reason"].startswith("it has 3 connections")  # type: ignore[attr-defined]
     for _, writer in kept:
         writer.close()
     await eventually(lambda: len(limit) == 0)
