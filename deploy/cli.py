@@ -34,6 +34,7 @@ from deploy.cluster_options import Overrides, Port, command_line, with_port
 from deploy.detached import REFUSED, SUPERVISOR_LOG, StartRefused, start_detached
 from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
+from deploy.other_cluster import other_cluster
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
 from deploy.router_states import router_states, server_info
@@ -138,8 +139,11 @@ def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
 def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
     """Drain and stop a cluster, whether deploy/up started it or the launch scripts did on this host."""
     cluster = _cluster_file(target, missing_exit=0)
-    resolved = _load(cluster, with_port(overrides, port))
+    values = with_port(overrides, port)
+    resolved = _load(cluster, values)
     table = read_table(_run_dir(cluster, resolved))
+    if other := other_cluster(table, resolved.file, values):
+        _fail(f"not running; {other}")
     if table is None:
         _end_launched(resolved, _run_dir(cluster, resolved))
         return
@@ -164,6 +168,9 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     resolved = _load(cluster, values)
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
+    if other := other_cluster(table, resolved.file, values):
+        say(f"not running; {other}")
+        raise typer.Exit(EXIT_NOT_RUNNING)
     if table is None:
         info = server_info(resolved)
         if info is not None:

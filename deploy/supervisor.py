@@ -28,6 +28,7 @@ from deploy.cluster_options import down_line, set_options
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers, find_leftovers
 from deploy.model_directories import check_model_directories
+from deploy.other_cluster import other_cluster
 from deploy.own_model import lock_path
 from deploy.ports import check_ports
 from deploy.process_table import ProcessRecord, State, Table, read_table, table_path, write_table
@@ -55,6 +56,8 @@ class AlreadyRunning(TandemError):
 
 
 def already_running(table: Table | None, cluster: Path, overrides: Sequence[str]) -> AlreadyRunning:
+    if other := other_cluster(table, cluster, overrides):
+        return AlreadyRunning(f"{other}; set another process.run_dir, or stop that cluster")
     down = down_line(cluster, overrides)
     if table is not None and table.state == "stopping":
         return AlreadyRunning(
