@@ -34,9 +34,17 @@ from prefill_node.graphs.static_extend import BROKEN, UNBROKEN_TOKENS
 from prefill_node.vision_table import EncoderForward, vision_family
 
 
-def unbroken_tokens(placement: Placement, wanted: PhaseSwitch) -> int:
-    """Return up to how many tokens the graphs of the target's prompt forward have no breaks."""
-    return UNBROKEN_TOKENS if decided(Phase.PREFILL, placement, wanted).backend != NONE else BROKEN.tokens
+def unbroken_tokens(placement: Placement, wanted: PhaseSwitch, on_device: int = 0) -> int:
+    """Return up to how many tokens the graphs of the target's prompt forward have no breaks.
+
+    Args:
+        on_device: tokens up to which attention makes no decision on the host, where that exceeds UNBROKEN_TOKENS, and
+            nothing is sent or awaited between layers. Piecewise graphs have breaks in any case.
+    """
+    backend = decided(Phase.PREFILL, placement, wanted).backend
+    if backend == NONE:
+        return BROKEN.tokens
+    return max(UNBROKEN_TOKENS, on_device) if backend == BREAKABLE else UNBROKEN_TOKENS
 
 
 def prefill_graphs(
@@ -46,14 +54,16 @@ def prefill_graphs(
     max_batch: int,
     hidden: CaptureHiddenMode,
     bodies: CompiledBodies | None = None,
+    on_device: int = 0,
 ) -> NodeGraphs[PrefillExtend]:
     """Build the target's prompt forward, not captured yet. It returns hidden states up to mode `hidden`.
 
     Args:
         bodies: cache of compiled models for piecewise graphs.
+        on_device: see `unbroken_tokens`.
     """
     decision = decided(Phase.PREFILL, runner.model.placement, wanted)
-    on, few = decision.backend != NONE, unbroken_tokens(runner.model.placement, wanted)
+    on, few = decision.backend != NONE, unbroken_tokens(runner.model.placement, wanted, on_device)
     backend = prompt_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
     unbroken = ShapeKey(few, max_batch) if few else BROKEN
     buckets = prefill_token_buckets(chunk_tokens) if on else ()

@@ -188,8 +188,12 @@ class PrefillSteps:
         """
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
+        attention, model = runner.attention, runner.model
+        assert isinstance(attention, PromptAttention)
+        heads = model.config.num_heads // model.placement.shard.size
+        on_device = attention.tokens_on_device(heads, model.placement.dtype, chunk)
         graphs = prompt_graphs.prefill_graphs(
-            runner, PhaseSwitch(backend), chunk, 64, CaptureHiddenMode.NULL, bodies
+            runner, PhaseSwitch(backend), chunk, 64, CaptureHiddenMode.NULL, bodies, on_device
         )
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
@@ -362,8 +366,10 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     )
     cuda = device.type == "cuda"
     began = time.perf_counter()
+    raw = dict(shapes.config_of(options.shape))
+    raw["max_position_embeddings"] = max(raw["max_position_embeddings"], options.cached + chunk)
     runner = constructed_runner(
-        shapes.config_of(options.shape),
+        raw,
         pool_tokens,
         device,
         chunk,

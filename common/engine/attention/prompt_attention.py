@@ -69,6 +69,23 @@ class PromptAttention(PagedAttention):
             if pool.key(layer).dtype is FP8 and self._windows[layer] is None:
                 self._extend(*given, pages[0])
 
+    def tokens_on_device(self, heads: int, dtype: torch.dtype, most: int) -> int:
+        """Return `most` if attention chooses nothing by lengths on the host, so that graphs need no breaks; else 0.
+
+        Args:
+            heads: query heads.
+            dtype: that of queries.
+        """
+        pool = self.pool
+        if pool.attention_layer is None or pool.state_bytes:
+            return 0
+        query = torch.empty(0, heads, self._head_dim, dtype=dtype, device=pool.device)
+        served = (
+            hopper_serves(query, pool.key(layer), self._windows[layer], pool.scales(layer))
+            for layer in pool.attention_layers
+        )
+        return most if all(served) else 0
+
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if (live := self._whole_prompt_rows(query, self._windows[layer])) is not None:
             return attend_padded_prompt(query, key, value, live, self._scale)

@@ -23,7 +23,6 @@ from common.engine.ops.triton_kernel import (
     is_hopper,
     multiprocessors,
     next_power_of_2,
-    swizzled_layout,
     swizzled_tiles,
     tl,
 )
@@ -89,9 +88,6 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr,  # more than num_requests
     STAGES: tl.constexpr,
     MIN_SHARE: tl.constexpr,
-    PAGE_LAYOUT: tl.constexpr,
-    BLOCK_LAYOUT: tl.constexpr,
-    LINE_LAYOUT: tl.constexpr,
     REGISTERS: tl.constexpr,
     COPY_REGISTERS: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -113,13 +109,14 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
 
     dtype: gl.constexpr = key_plane.dtype
     COPIES: gl.constexpr = STAGES * (BLOCK_N // PAGE) * (D // 64)
-    key_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], PAGE_LAYOUT)
-    value_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], PAGE_LAYOUT)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    key_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], LAYOUT)
+    value_pages = gl.allocate_shared_memory(dtype, [COPIES, PAGE, 64], LAYOUT)
     # A block is stored as its columns 0 to 63, then the next 64, and so on, so it is a sequence of pages' columns.
-    key_ring = key_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], BLOCK_LAYOUT)
-    value_ring = value_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], BLOCK_LAYOUT)
-    lines = value_pages._reinterpret(dtype, [COPIES * PAGE // 8, 8, 64], LINE_LAYOUT)
-    queries = gl.allocate_shared_memory(dtype, [2, 64, D], BLOCK_LAYOUT)
+    key_ring = key_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], LAYOUT)
+    value_ring = value_pages._reinterpret(dtype, [STAGES, BLOCK_N, D], LAYOUT)
+    lines = value_pages._reinterpret(dtype, [COPIES * PAGE // 8, 8, 64], LAYOUT)
+    queries = gl.allocate_shared_memory(dtype, [2, 64, D], LAYOUT)
     words: gl.constexpr = hopper.mbarrier.MBarrierLayout()
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
@@ -305,9 +302,6 @@ def hopper_extend(
         BLOCK_B=max(next_power_of_2(batch + 1), 128),
         STAGES=STAGES,
         MIN_SHARE=MIN_SHARE,
-        PAGE_LAYOUT=planes[0].layout,
-        BLOCK_LAYOUT=swizzled_layout(keys, head_dim, query.dtype),
-        LINE_LAYOUT=swizzled_layout(8, WIDTH, query.dtype),
         REGISTERS=REGISTERS,
         COPY_REGISTERS=COPY_REGISTERS,
         **chained(query.device),

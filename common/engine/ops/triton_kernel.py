@@ -53,7 +53,6 @@ __all__ = [
     "multiprocessors",
     "next_power_of_2",
     "report_compilations",
-    "swizzled_layout",
     "swizzled_tiles",
     "thread_barrier",
     "tl",
@@ -199,16 +198,13 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def swizzled_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """Return the layout of tiles [rows, columns] in shared memory that matrix units and bulk copies share."""
-    return gl.NVMMASharedLayout.get_default_for(
-        [rows, columns], gl.float16 if dtype is torch.float16 else gl.bfloat16
-    )
-
-
 def swizzled_tiles(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor from which a kernel in Gluon copies tiles [rows, columns] of a matrix; zero past its end."""
-    return GluonDescriptor.from_tensor(matrix, [rows, columns], swizzled_layout(rows, columns, matrix.dtype))
+    """Return a descriptor from which a kernel in Gluon copies tiles [rows, columns] of a matrix; zero past its end.
+
+    They are 128 bytes wide, of 16-bit values, and stored as the matrix units of a Hopper GPU read them.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return GluonDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 BULK_ALIGNMENT = 16  # bytes: alignment of row starts

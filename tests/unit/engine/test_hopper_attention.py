@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.engine.attention.prompt_attention import PromptAttention
+from common.engine.graphs.rules import PhaseSwitch
+from common.engine.layers.placement import Placement
 from common.engine.ops import extend_attention, hopper_attention
 from common.engine.ops.ended_programs import MAX_TILES
 from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_serves
+from prefill_node.graphs.prompt_graphs import unbroken_tokens
+from prefill_node.graphs.static_extend import UNBROKEN_TOKENS
+from tests.fakes.pools import plain_pool
 
 BF16 = torch.bfloat16
 
@@ -81,6 +87,39 @@ def test_splits_give_each_of_132_processors_work(tiles: int, kv_heads: int, batc
     found = choose_splits(tiles, kv_heads, batch, 132)
     assert found == splits
     assert found == 1 or 2 * kv_heads * (tiles + batch + 1) <= MAX_TILES
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("windows", "dtype", "tokens"),
+    [([None, None], BF16, 8192), ([None, 4096], BF16, 0), ([None, None], torch.float32, 0)],
+)
+def test_graphs_need_no_breaks_where_all_layers_are_served(
+    windows: list[int | None], dtype: torch.dtype, tokens: int
+) -> None:
+    pool = plain_pool(2, 2, 64, 16, 3, dtype, "cpu")
+    attention = PromptAttention(pool, windows)
+    assert attention.tokens_on_device(8, dtype, 8192) == tokens
+
+
+def test_graphs_have_breaks_on_other_devices() -> None:
+    attention = PromptAttention(plain_pool(1, 2, 64, 16, 3, BF16, "cpu"), [None])
+    assert attention.tokens_on_device(8, BF16, 8192) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_device", "tokens"),
+    [
+        ("breakable", 0, UNBROKEN_TOKENS),
+        ("breakable", 8192, 8192),
+        ("breakable", 256, UNBROKEN_TOKENS),
+        ("piecewise", 8192, UNBROKEN_TOKENS),
+        ("none", 8192, 0),
+    ],
+)
+def test_graphs_of_so_many_tokens_have_no_breaks(wanted: str, on_device: int, tokens: int) -> None:
+    placement = Placement(torch.float32, torch.device("cpu"))
+    assert unbroken_tokens(placement, PhaseSwitch(wanted), on_device) == tokens
 
 
 @pytest.mark.parametrize("served", [True, False])
