@@ -43,9 +43,18 @@ def is_of(name: str, owner: process.ProcessIdentity, incarnation: str) -> bool:
 
 
 def create(name: str, nbytes: int) -> mmap.mmap:
-    """Create a zeroed segment of mode 0600 with its memory reserved. Raises ConfigError when it does not fit."""
+    """Create a zeroed segment of mode 0600 with its memory reserved. Raises ConfigError if that is not possible."""
     path = SHM_DIR / name
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
+        raise ConfigError(
+            "",
+            f"{SHM_DIR} takes no KV pages ({error.strerror}): mount a tmpfs there to which this user may write, or use "
+            "the tcp transport",
+        ) from None
     try:
         # Without the reservation, a full /dev/shm kills this process at first touch.
         os.posix_fallocate(fd, 0, nbytes)
@@ -53,6 +62,12 @@ def create(name: str, nbytes: int) -> mmap.mmap:
     except OSError as error:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+        if error.errno == errno.EFBIG:
+            raise ConfigError(
+                "",
+                f"{nbytes >> 20} MiB of KV pages are more than a file may have here: raise ulimit -f, lower the number "
+                "of pages, or use the tcp transport",
+            ) from None
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise ConfigError(

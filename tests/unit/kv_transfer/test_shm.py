@@ -212,6 +212,31 @@ def test_no_room_in_dev_shm_is_a_sentence() -> None:
     assert not list(shm_segment.SHM_DIR.glob(f"*{incarnation}*"))
 
 
+def test_a_limit_of_file_sizes_is_named() -> None:
+    """Segments are files, which Python may not make larger than `ulimit -f` allows."""
+    incarnation = secrets.token_hex(16)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(
+            ConfigError, match="2 MiB of KV pages are more than a file may have here: raise ulimit -f"
+        ):
+            ShmReceiver(incarnation).allocate(Region.KV, 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(shm_segment.SHM_DIR.glob(f"*{incarnation}*"))
+
+
+def test_a_directory_of_segments_that_is_missing_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_segment, "SHM_DIR", tmp_path / "none")
+    with pytest.raises(
+        ConfigError, match=r"none takes no KV pages \(No such file or directory\): mount a tmpfs there"
+    ):
+        ShmReceiver(secrets.token_hex(16)).allocate(Region.KV, 4096)
+
+
 @pytest.fixture
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory instead of /dev/shm, which clusters that start next to this test sweep, too."""
