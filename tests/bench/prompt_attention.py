@@ -50,6 +50,8 @@ def ways(
         "hopper": partial(hopper_extend, *given, scale),
         "other": partial(extend_triton, *given, None, scale),
     }
+    if cached:
+        found["other, undivided"] = partial(extend_triton, *given, None, scale, splits=1)
     if cached == 0 and head_dim <= 128:
         own = [torch.randn(new, kv_heads, head_dim, device="cuda").to(BF16) for _ in range(2)]
         found["cudnn"] = partial(attend_whole_prompt, query, own[0], own[1], scale)

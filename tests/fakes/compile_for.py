@@ -126,6 +126,8 @@ class NoGpu:
 def install(compiled: Callable[[JITFunction, dict[str, Any], int, Any], None]) -> None:
     """Make every launch compile and stop there, and then call `compiled`.
 
+    Each is also reported as on a node, for which Triton writes its arguments as JSON.
+
     It is called with the kernel, its options, the element size of its first tensor in bytes, and the result.
     """
     run = JITFunction.run
@@ -177,7 +179,7 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
         return ExpertTiles(*tile, extra=options.get("EXTRA", 0)).shared_bytes(itemsize, options["GATED"])
     if kernel in ("delta_solve_kernel", "delta_scan_kernel", "delta_outputs_kernel"):
         return chunk_bytes(kernel, options, itemsize)
-    if kernel in ("_decode_kernel", "_verify_kernel", "_extend_kernel"):
+    if kernel in ("_decode_kernel", "_verify_kernel", "extend_kernel"):
         rows = options["ROWS"] if "ROWS" in options else options["TOKENS"] * options["GROUP"]
         keys = (
             options["BLOCK_N"] if options.get("BITS", True) else max(options["BLOCK_N"], options["BLOCK_W"])
@@ -480,6 +482,11 @@ def adds_up_steps(options: dict[str, Any]) -> bool:
     return options.get("TOGETHER", 1) > 1 and not options.get("DECODED")
 
 
+def adds_up_parts(options: dict[str, Any]) -> bool:
+    """Return whether the last program of a tile adds up the parts of all."""
+    return bool(options.get("COMBINED") or options.get("DIVIDED"))
+
+
 def main(capabilities: list[int]) -> None:
     gc.disable()  # an eighth of the time would be visits of syntax trees
     capability = capabilities[0]
@@ -491,8 +498,8 @@ def main(capabilities: list[int]) -> None:
             "kernel": f"{function.module}.{name}",
             "shared": made.metadata.shared,
             "expected": expected_bytes(name, options, itemsize, room),
-            "combined": options.get("COMBINED", False),
-            "early": early_counts(made.asm["ptx"]) if options.get("COMBINED") else [],
+            "combined": adds_up_parts(options),
+            "early": early_counts(made.asm["ptx"]) if adds_up_parts(options) else [],
             "limit": room.shared_bytes,
             "racing": racing_stores(made.asm["ptx"]) if options["num_warps"] > 1 else [],
             "late": late_loads(made.asm["ptx"]) if loads_first(name, options) else [],
@@ -503,7 +510,7 @@ def main(capabilities: list[int]) -> None:
         print(json.dumps(launch))
 
     install(tell)
-    report_compilations(lambda kernel, seconds: None)  # Triton writes the arguments of launches as JSON for it
+    report_compilations(lambda kernel, seconds: None)
     become(capability)
     attention(128, BF16, None, tokens=64, requests=1)
     attention(128, BF16, None, tokens=2048, requests=64)

@@ -22,7 +22,7 @@ from common.named import named
 # many: they would replay the number of pages of their capture.
 CONVERTED_TOKENS = 512
 # The most bytes of one layer's converted pages; WORKING_BYTES of common.node.memory includes them.
-CONVERTED_BYTES = 128 << 20
+CONVERTED_BYTES = 256 << 20
 
 
 class PagedAttention:

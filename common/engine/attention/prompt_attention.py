@@ -10,10 +10,9 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
-from common.engine.ops.extend_attention import shape_steps
+from common.engine.ops.extend_attention import kernel_counts
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_serves
-from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.state.pool import KvPool
 
 
@@ -49,13 +48,9 @@ class PromptAttention(PagedAttention):
         if pool.device.type != "cuda" or pool.attention_layer is None:
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
-        processors = multiprocessors(pool.device)
+        sizes = heads, kv_heads, head_dim
         # With 1 token `hopper_extend` divides keys, with the most it does not if it ever does not.
-        steps = {
-            1,
-            max_tokens,
-            *shape_steps(max_tokens, heads, kv_heads, head_dim * dtype.itemsize, processors),
-        }
+        steps = {1, max_tokens, *kernel_counts(max_tokens, sizes, dtype.itemsize, pool.device)}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()

@@ -8,9 +8,15 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
-from common.engine.ops.extend_attention import choose_shape, extend_triton, shape_steps
+from common.engine.ops.extend_attention import (
+    choose_shape,
+    choose_splits,
+    divide,
+    extend_triton,
+    kernel_counts,
+)
 from common.engine.ops.key_parts import MAX_COMBINED, Division, KeyParts
-from common.engine.ops.triton_kernel import next_power_of_2, tl
+from common.engine.ops.triton_kernel import tl
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -97,7 +103,7 @@ def test_decode_shapes(heads: int, kv_heads: int, dim: int) -> None:
 
 
 def test_tiles_fit_the_work_and_shared_memory() -> None:
-    assert [choose_shape(32 * n, 256, 132)[0] for n in (64, 256, 1024, 2048, 8192)] == [16, 64, 64, 128, 128]
+    assert [choose_shape(32 * n, 256, 132)[0] for n in (32, 64, 1024, 2048, 8192)] == [16, 64, 64, 128, 128]
     assert choose_shape(1 << 20, 512, 132) == (64, 32, 4)
 
 
@@ -137,6 +143,33 @@ def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, di
     assert not out[70:90].any()
 
 
+@pytest.mark.parametrize("window", [None, 900])
+def test_extend_over_parts_of_the_keys(window: int | None) -> None:
+    lengths, query_lens = [1300, 40, 700], [9, 40, 3]
+    cache = Cache(lengths, 16, 2, 16, torch.float32)
+    query = torch.randn(sum(query_lens) + 20, 6, 16)
+    query[-20:] = torch.nan  # padding after the last request
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    key, value = cache.planes
+    for splits in (2, 3, 16):
+        out = extend_triton(
+            query, key, value, cache.page_table, starts, ends, window, 0.25, shape=(16, 32, 4), splits=splits
+        )
+        for row, part in enumerate(out[:-20].split(query_lens)):
+            close(part, cache.expected(row, query[starts[row] : starts[row + 1]], window))
+        assert not out[-20:].any()
+        assert not ended_programs(query.device).any()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "kv_heads", "splits"),
+    [(1, 8, 16), (4, 8, 8), (16, 8, 2), (17, 8, 1), (512, 8, 1), (1, 1 << 13, 1)],
+)
+def test_keys_are_divided_where_tiles_are_few(tiles: int, kv_heads: int, splits: int) -> None:
+    assert choose_splits(tiles, kv_heads, 132) == splits
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 130])
 def test_extend_of_few_and_of_no_rows(count: int) -> None:
     cache = Cache([130], 16, 1, 16, torch.float32)
@@ -147,14 +180,19 @@ def test_extend_of_few_and_of_no_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_bytes"), [(32, 8, 256), (28, 4, 256), (8, 8, 128), (4, 2, 512)]
+    ("heads", "itemsize"),
+    [((32, 8, 128), 2), ((28, 4, 128), 2), ((8, 8, 64), 2), ((4, 2, 256), 2), ((4, 2, 64), 4)],
 )
-def test_every_tile_shape_is_among_those_that_are_compiled_early(
-    heads: int, kv_heads: int, head_bytes: int
+def test_every_kernel_is_among_those_that_are_compiled_early(
+    heads: tuple[int, int, int], itemsize: int
 ) -> None:
-    rows = next_power_of_2(heads // kv_heads) * kv_heads
+    cpu = torch.device("cpu")
+
+    def kernel(count: int) -> tuple[object, ...]:
+        rows, keys, warps, stages, splits = divide(count, heads, itemsize, cpu)
+        return rows, keys, warps, stages, splits > 1
+
     for most in (1, 64, 700, 8192):
-        steps = shape_steps(most, heads, kv_heads, head_bytes, 132)
-        compiled = [choose_shape(tokens * rows, head_bytes, 132) for tokens in steps]
-        assert len(set(compiled)) == len(compiled)
-        assert set(compiled) == {choose_shape(n * rows, head_bytes, 132) for n in range(1, most + 1)}
+        counts = kernel_counts(most, heads, itemsize, cpu)
+        assert len({kernel(count) for count in counts}) == len(counts)
+        assert {kernel(count) for count in counts} == {kernel(count) for count in range(1, most + 1)}

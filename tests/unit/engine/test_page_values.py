@@ -82,9 +82,9 @@ def test_a_long_chunk_attends_as_over_its_pages(window: int | None) -> None:
 
 
 def test_only_single_long_chunks_are_converted_and_memory_is_bounded() -> None:
-    """A page has 16 tokens of 8 heads of 128: 32,768 tokens in bf16 are CONVERTED_BYTES."""
+    """A page has 16 tokens of 8 heads of 128: 65,536 tokens in bf16 are CONVERTED_BYTES."""
     plane = torch.empty(1, 16, 8, 128, dtype=FP8)
-    table = torch.zeros(2, 3000, dtype=torch.int32)
+    table = torch.zeros(2, 5000, dtype=torch.int32)
 
     def pages(new: tuple[int, ...], total: tuple[int, ...], plane: Tensor = plane) -> int | None:
         found = pages_to_convert(batch_of(new, total, table), plane, torch.bfloat16)
@@ -94,7 +94,7 @@ def test_only_single_long_chunks_are_converted_and_memory_is_bounded() -> None:
     assert pages((LONG - 1,), (LONG - 1,)) is None
     assert pages((LONG, 1), (LONG, 1)) is None
     assert pages((LONG,), (LONG,), plane.to(torch.bfloat16)) is None
-    most = pages((LONG,), (32768,))
+    most = pages((LONG,), (65536,))
     assert most is not None
     assert 2 * most * plane.numel() * 2 == CONVERTED_BYTES
-    assert pages((LONG,), (32769,)) is None
+    assert pages((LONG,), (65537,)) is None
