@@ -1,8 +1,8 @@
 """Attention of a whole prompt over this forward's own keys and values, without pages, by cuDNN.
 
-Measured on an H200 against `extend_triton` (tests/bench/ops.py): a third faster from 1,024 tokens on, no faster
-below. It is not used where `hopper_extend` serves, which is as fast. cuDNN builds a plan for each number of tokens, which takes 26 ms at the first call, so only announced numbers
-use it.
+Measured on an H200 against `extend_triton` (tests/bench/ops.py): a third faster from 1,024 tokens on, no faster below.
+It is not used where `hopper_extend` serves, which is as fast. cuDNN builds a plan for each number of tokens, which
+takes 26 ms at the first call, so only announced numbers use it.
 """
 
 from __future__ import annotations

@@ -190,12 +190,15 @@ def chained(device: torch.device) -> dict[str, bool]:
     return {"CHAINED": True, "launch_pdl": True} if _hopper_or_later(device) else {"CHAINED": False}
 
 
+# Gluon is experimental, and its names change. Those that kernels use are in Triton 3.6 to 3.8; with another version the
+# kernels of other GPUs serve.
+HAS_GLUON = thread_barrier is not None and hasattr(gl.shared_memory_descriptor, "_reinterpret")
+
+
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether kernels in Gluon for Hopper run on this device: later GPUs lack its matrix instructions."""
-    if device.type != "cuda" or GluonJITFunction is None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def swizzled_tiles(matrix: torch.Tensor, rows: int, columns: int) -> Any:

@@ -11,6 +11,7 @@ from common.engine.layers.placement import Placement
 from common.engine.ops import extend_attention, hopper_attention
 from common.engine.ops.ended_programs import MAX_TILES
 from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_serves
+from common.engine.ops.triton_kernel import HAS_GLUON
 from prefill_node.graphs.prompt_graphs import unbroken_tokens
 from prefill_node.graphs.static_extend import UNBROKEN_TOKENS
 from tests.fakes.pools import plain_pool
@@ -29,6 +30,12 @@ def plane(page: int = 16, heads: int = 8, head_dim: int = 128, dtype: torch.dtyp
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_attention, "is_hopper", lambda device: True)
+
+
+def test_the_locked_triton_has_the_names_that_the_kernel_uses() -> None:
+    """Otherwise nothing would fail: Hopper GPUs would take the slower kernel."""
+    pytest.importorskip("triton")
+    assert HAS_GLUON
 
 
 def test_other_devices_are_not_served() -> None:
