@@ -11,7 +11,6 @@ edge-triggered: a loop that waits on `fileno()` must drain until `more` is False
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import time
@@ -21,10 +20,10 @@ from pathlib import Path
 import zmq
 
 from common.errors import ConfigError, ProtocolError
-from common.ipc.curve import LinkSecurity, Plain, is_ipv6, is_loopback, is_tcp
+from common.ipc.binding import bind, bind_problem
+from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.disconnects import Disconnects, Monitored
 from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, OpenHandshakes
-from common.ipc.host_lookup import listening_address
 from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import DATA, PACK, SMALL, Frame, pack, unpack
 from common.ipc.sessions import Sessions
@@ -176,20 +175,15 @@ class RouterSocket(Channel):
             raise
         except (zmq.ZMQError, OSError) as error:
             self.close()
-            reason = error.strerror or error
             remedy = "choose another address"
             if address.startswith("ipc://"):
                 remedy += " or, if it is in the run directory, set process.run_dir"
-            elif error.errno == errno.ENODEV:
-                reason = "neither a host nor a network interface of this name is found"
-            raise ConfigError("", f"cannot bind {address}: {reason}; {remedy}") from error
+            raise ConfigError("", f"cannot bind {address}: {bind_problem(error)}; {remedy}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bind(self, address: str) -> None:
         if not address.startswith("ipc://"):
-            address = listening_address(address)
-            self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
-            self._socket.bind(address)
+            bind(self._socket, address)
             return
         file = Path(address.removeprefix("ipc://"))
         _remove_stale(file)

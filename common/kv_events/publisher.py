@@ -26,8 +26,7 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from common.errors import ConfigError
-from common.ipc.curve import is_ipv6
-from common.ipc.host_lookup import listening_address
+from common.ipc.binding import bind, bind_problem
 from common.kv_cache.page_space import contents_of
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
 from common.kv_events.plan import KvEventsPlan
@@ -203,14 +202,13 @@ class KvEventPublisher:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         socket.setsockopt(zmq.SNDHWM, 2 * self._plan.replay_batches + 2)
-        own = listening_address(address)
-        socket.setsockopt(zmq.IPV6, is_ipv6(own))
         try:
-            socket.bind(own)
+            bind(socket, address)
         except zmq.ZMQError as error:
+            socket.close()
             raise ConfigError(
                 key,
-                f"cannot bind to {address}: {error.strerror}; choose another port, or an address of this host",
+                f"cannot bind to {address}: {bind_problem(error)}; choose another port, or an address of this host",
             ) from error
         return socket
 

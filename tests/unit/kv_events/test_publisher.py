@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from common.errors import ConfigError
+from common.ipc import host_lookup
 from common.kv_cache.image_keys import IMAGE_BIT
 from common.kv_cache.page_space import keys_with_lookahead
 from common.kv_cache.radix_cache import CacheObserver, RadixCache
@@ -268,6 +269,21 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
             taken.start()
         taken.close()
     assert caught.value.path == "kv_events.first_port"
+    publisher.close()
+
+
+def test_a_name_that_is_not_found_is_said_not_to_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> list[str]:
+        raise OSError(f"{name} is unknown")
+
+    monkeypatch.setattr(host_lookup, "resolve", unknown)
+    publisher = KvEventPublisher(plan_in(tmp_path, address="tcp://tandem-prefill:5557"), LOG)
+    with pytest.raises(
+        ConfigError, match="cannot bind to tcp://tandem-prefill:5557: neither a host nor a network"
+    ):
+        publisher.start()
     publisher.close()
 
 
