@@ -87,9 +87,9 @@ def prompt_forwards(
     runner = ModelRunner(served.model, pool, outer)
     drafting = _draft(sizes, served, runner, arriving)
     hidden = CaptureHiddenMode.FULL if sizes.hidden_states else drafting.draft.hidden_mode
-    by_layer = sizes.layers or sizes.loads
     on_device = 0
-    if not by_layer:
+    # Pages that are sent or loaded layer by layer need the breaks between layers.
+    if not (sizes.layers or sizes.loads):
         on_device = attention.tokens_on_device(served.heads, served.placement.dtype, sizes.chunk_tokens)
     target = prompt_graphs.prefill_graphs(
         runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, hidden, bodies, on_device
