@@ -1,8 +1,9 @@
 """The prefill graph of a target model: its layers, per token bucket. Embedding, LM head and sampling are eager.
 
 Attention is a break point: there the live batch's page table and lengths are read, so one bucket serves any mix of
-requests, cached prefixes and chunks. Small buckets have no breaks and read both from static tensors. Embeddings are
-always computed into their slot, from ids or from given rows (images), so text and images replay the same graph.
+requests, cached prefixes and chunks. Small buckets, and on some GPUs all of them (`unbroken_tokens` in
+`prompt_graphs.py`), have no breaks and read both from static tensors. Embeddings are always computed into their slot,
+from ids or from given rows (images), so text and images replay the same graph.
 """
 
 from __future__ import annotations

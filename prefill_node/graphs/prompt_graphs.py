@@ -38,8 +38,8 @@ def unbroken_tokens(placement: Placement, wanted: PhaseSwitch, on_device: int = 
     """Return up to how many tokens the graphs of the target's prompt forward have no breaks.
 
     Args:
-        on_device: tokens up to which attention makes no decision on the host, where that exceeds UNBROKEN_TOKENS, and
-            nothing is sent or awaited between layers. Piecewise graphs have breaks in any case.
+        on_device: up to how many tokens breakable graphs need none, if that is more than UNBROKEN_TOKENS: attention
+            makes no decision on the host, and nothing is sent or awaited between layers.
     """
     backend = decided(Phase.PREFILL, placement, wanted).backend
     if backend == NONE:

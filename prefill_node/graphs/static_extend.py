@@ -1,7 +1,7 @@
-"""Static copies of the attention inputs of a prompt batch, so that graphs over few tokens need no breaks.
+"""Static copies of the attention inputs of a prompt batch, for graphs without breaks.
 
-For so few tokens attention makes no decision on the host: its kernel finds requests and lengths in device tensors. Each
-break makes the device wait for the next launch; at 64 tokens that is a sixth of the forward.
+They serve numbers of tokens for which attention makes no decision on the host: its kernel finds requests and lengths in
+device tensors. Each break makes the device wait for the next launch; at 64 tokens that is a sixth of the forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from common.engine.graphs.slots import poison_value
 from common.engine.graphs.spec import ShapeKey
 from common.engine.ops.held_requests import hold_requests
 
-UNBROKEN_TOKENS = 512  # the host chooses no kernel by lengths
+# With at most so many tokens the host chooses no kernel by lengths, whatever the GPU and the model are.
+UNBROKEN_TOKENS = 512
 assert UNBROKEN_TOKENS < MIN_TOKENS
 assert UNBROKEN_TOKENS <= CONVERTED_TOKENS
 BROKEN = ShapeKey(0)  # the limit if all graphs have breaks

@@ -98,12 +98,12 @@ class ChoiceMaker:
         wanted = getattr(body, options.max_field)
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(tokens))
+        taken = len(tokens)
         prompt_only = options.least_tokens == 0
         if prompt_only:
-            wanted = 1  # the prefill node draws a token, which is dropped and needs no room
-        sampling = sampling_params(
-            body, len(tokens) - prompt_only, model, wanted, options.max_field, logprobs, options.grammar
-        )
+            # The prefill node draws a token, which is dropped and takes no room in the context.
+            wanted, taken = 1, taken - 1
+        sampling = sampling_params(body, taken, model, wanted, options.max_field, logprobs, options.grammar)
         if prompt.thinking is not None:
             rules = with_limit(rules, prompt.thinking)
         if rules is not None:

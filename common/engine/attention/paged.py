@@ -28,8 +28,8 @@ CONVERTED_BYTES = 256 << 20
 class PagedAttention:
     """Attention over `pool`, whose layers see `windows[layer]` keys (None: all). Implements `AttentionBackend`.
 
-    Serves batches of mode EXTEND without a tree. PromptAttention computes whole prompts faster; StepAttention also
-    serves decode steps and trees.
+    Serves batches of mode EXTEND without a tree. PromptAttention may compute whole prompts without pages; StepAttention
+    also serves decode steps and trees.
 
     Args:
         scale: of scores; None: head_dim^-1/2.
@@ -38,7 +38,7 @@ class PagedAttention:
     def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
         if len(windows) < pool.num_layers:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
-        # The first graph that is captured, the largest, may divide no keys; another one could not make the counts.
+        # The counts must exist before any capture, during which they cannot be made.
         ended_programs(pool.device)
         self.pool = pool
         self._windows = tuple(windows)

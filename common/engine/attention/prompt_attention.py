@@ -49,7 +49,7 @@ class PromptAttention(PagedAttention):
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         sizes = heads, kv_heads, head_dim
-        # With 1 token `hopper_extend` divides keys, with the most it does not if it ever does not.
+        # `hopper_extend` has two kernels: with 1 token it divides keys, and with the most tokens it usually does not.
         steps = {1, max_tokens, *kernel_counts(max_tokens, sizes, dtype.itemsize, pool.device)}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
@@ -65,7 +65,9 @@ class PromptAttention(PagedAttention):
                 self._extend(*given, pages[0])
 
     def tokens_on_device(self, heads: int, dtype: torch.dtype, most: int) -> int:
-        """Return `most` if attention chooses nothing by lengths on the host, so that graphs need no breaks; else 0.
+        """Return up to how many tokens attention decides nothing on the host, so that graphs need no breaks.
+
+        That is `most` or 0. For models that keep a state per request it is 0.
 
         Args:
             heads: query heads.

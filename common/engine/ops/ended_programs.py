@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.triton_kernel import launches
 
-MAX_TILES = 4096  # whose programs can be counted
+MAX_TILES = 4096  # how many tiles have a count
 
 
 def ended_programs(device: torch.device) -> Tensor:
@@ -20,8 +20,8 @@ def ended_programs(device: torch.device) -> Tensor:
 
     Where launches only compile, a call gets memory that nothing uses.
 
-    `PagedAttention` asks for them when it is made. Raises RuntimeError if the first call is captured, because its graph
-    would own the memory.
+    `PagedAttention` makes them when it is constructed. Raises RuntimeError if a graph is being captured at the first
+    call, because that graph would own the memory.
     """
     if not launches():
         return torch.empty(MAX_TILES, dtype=torch.int32, device=device)

@@ -19,19 +19,14 @@ from common.engine.ops.paged_attention import check_layout
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
-from common.engine.ops.triton_kernel import (
-    cdiv,
-    chained,
-    multiprocessors,
-    next_power_of_2,
-)
+from common.engine.ops.triton_kernel import cdiv, chained, multiprocessors, next_power_of_2
 
 # Rows of a tile (query tokens times query heads of a KV head), keys per step, warps, and the tiles per processor from
 # which the shape pays off; measured on an H200.
 SHAPES = ((128, 128, 8, 6.0), (128, 64, 4, 2.0), (64, 64, 4, 0.2), (16, 64, 4, 0.0))
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 WIDE_SHAPE = (64, 32, 4)
-# Keys are divided among so many programs per processor, into at most so many parts of at least so many keys.
+# How far keys are divided: programs for which a processor has room, the most parts, and the fewest keys of a part.
 PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_PART = 2, 16, 512
 LOG2_E = 1.4426950408889634
 
@@ -176,6 +171,7 @@ def extend_triton(
     group, sizes = next_power_of_2(heads // kv_heads), (heads, kv_heads, head_dim)
     division = divide(count, sizes, query.element_size(), query.device, shape, num_stages, splits)
     tokens, parts = division.rows // group, division.splits
+    # One request has this many tiles. Only several requests have more, and then there is enough work without parts.
     divided_tiles = cdiv(count, tokens)
     outputs = lse = ended = out
     if parts > 1:

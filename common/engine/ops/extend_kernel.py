@@ -114,7 +114,7 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     window,
     splits,  # parts of the keys
-    divided_tiles,  # the first tiles have so many programs per part, the others one; one request has no more
+    divided_tiles,  # tiles with a program for each part, the first ones; the others have one program
     scale_log2,  # scale * log2(e), times the scale of keys
     value_scale,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
@@ -132,9 +132,10 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     DIVIDED: tl.constexpr,  # splits is over 1
     CHAINED: tl.constexpr,
 ):
-    """Each program computes TOKENS new tokens of one request for one KV head with all its query heads, over all keys.
+    """Each program computes a tile: TOKENS new tokens of one request for one KV head with all its query heads.
 
-    If DIVIDED, several programs compute a part of the keys each, and the last one of them adds up the parts.
+    If DIVIDED, a tile has several programs, each of which computes a part of its keys, and the one that ends last adds
+    up the parts.
 
     Programs find their request in the prefix sums; the remaining ones zero the padding rows.
     """

@@ -1,9 +1,10 @@
 """Extend attention on Hopper GPUs: warp groups of a program load keys, multiply and exponentiate at the same time.
 
-One warp copies keys and values from their pages into shared memory, by bulk copies of one page each. Two warp groups
-have 64 rows each. While the matrix units multiply the keys of step n, and the probabilities and values of step n - 1,
-the other group's exponentials of its own step are computed: FlashAttention-3 (arXiv 2407.08608), without its order of
-turns. It is written in Gluon, the layer of Triton in which a program says which warps do what.
+One warp copies keys and values from their pages into shared memory; a bulk copy takes 64 columns of one page. Two warp
+groups compute 64 rows each. While the matrix units multiply for one group (the keys of step n, and the probabilities
+and values of step n - 1), the other group computes exponentials. This is FlashAttention-3 (arXiv 2407.08608) without
+its barriers that make the groups take turns. The kernel is written in Gluon, the layer of Triton in which a program
+says which warps do what.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ WIDTH = 64  # columns of a bulk copy: 128 bytes, the most that are stored withou
 STAGES = 2  # steps of keys, and of values, in shared memory
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE = 8  # tokens
-MAX_SPLITS = 16
-MIN_SHARE = 4  # blocks of keys of a part
-# Registers of a thread that multiplies, of one that copies, and of each of the 384 threads before these take theirs.
+MAX_SPLITS = 16  # the most parts into which keys are divided
+MIN_SHARE = 4  # the fewest blocks of keys in a part, unless there are fewer in all
+# Registers per thread: of the groups that multiply, of the warp that copies, and at launch, before these take theirs.
 REGISTERS, COPY_REGISTERS, LAUNCHED_REGISTERS = 240, 24, 168
 LOG2_E = 1.4426950408889634
 
@@ -92,9 +93,10 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     COPY_REGISTERS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Each program computes every so many'th piece: TOKENS new tokens of a request, a KV head, and a part of the keys.
+    """Compute pieces of the output. Each consists of TOKENS new tokens of a request, a KV head, and a part of the keys.
 
-    The tokens that follow the last request are padding, whose rows become zero.
+    Program p computes the pieces p, p + P, p + 2 P ... of P programs. The tokens that follow the last request are
+    padding, whose rows become zero.
     """
     _await_previous(CHAINED)
     TOKENS: gl.constexpr = 128 // GROUP
@@ -122,6 +124,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], words)
+    # Completes when the first block of values has arrived. `value_full` follows once its tail has been cleared, too.
     uncleared = gl.allocate_shared_memory(gl.int64, [1, 1], words)
 
     for piece in range(gl.program_id(0), count * KV_HEADS * splits, gl.num_programs(0)):
@@ -152,7 +155,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
             share = gl.maximum(gl.cdiv(blocks, splits), MIN_SHARE)
             if not DIVIDED:
                 share = blocks
-            used = gl.cdiv(blocks, share)
+            used = gl.cdiv(blocks, share)  # parts that have keys: the first ones
             begin = split * share
             if begin < blocks:
                 stop_block = gl.minimum(begin + share, blocks)
@@ -201,7 +204,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
                     [4, 1],
                     [REGISTERS, COPY_REGISTERS],
                 )  # fmt: skip
-                # The next piece starts them anew.
+                # The next piece initialises them again.
                 for stage in gl.static_range(STAGES):
                     hopper.mbarrier.invalidate(key_full.index(stage))
                     hopper.mbarrier.invalidate(value_full.index(stage))
@@ -263,7 +266,7 @@ def hopper_extend(
     if count == 0:
         return out
     keys, slots = block_keys(head_dim), num_pages * page_size
-    # One request has so many; the programs take turns on more.
+    # One request has this many tiles. Several may have more, which the same programs compute one after another.
     tiles = cdiv(count, ROWS // group)
     parts = splits or choose_splits(tiles, kv_heads, batch, multiprocessors(query.device))
     outputs = lse = ended = out

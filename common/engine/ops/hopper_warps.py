@@ -10,7 +10,7 @@ def _copy_block(  # type: ignore[no-untyped-def]
     plane, pages, full, table, block, length, column, slots, stage,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Copy the keys or values of a block into its stage; `full` completes when they are there."""
+    """Copy the keys or values of a block into a stage of the ring; the barrier `full` completes when they are there."""
     hopper.mbarrier.expect(full, BLOCK_N * D * 2)
     COUNT: gl.constexpr = BLOCK_N // PAGE
     for index in gl.static_range(COUNT):
@@ -44,7 +44,10 @@ def copy(  # type: ignore[no-untyped-def]
     planes, pages, lines, barriers, table, last, blocks, length, column, slots,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Copy `blocks` blocks of keys and values, from the block `last` backwards, as stages become empty."""
+    """Copy `blocks` blocks of keys and values, from the block `last` backwards, as stages become empty.
+
+    The block `last` may end in the middle of a page, so the rest of its values is cleared before they are used.
+    """
     key_plane, value_plane = planes
     key_pages, value_pages = pages
     key_full, key_empty, value_full, value_empty, uncleared = barriers
@@ -74,7 +77,7 @@ def copy(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
-def _soften(  # type: ignore[no-untyped-def]
+def _online_softmax(  # type: ignore[no-untyped-def]
     score, most, total, query_position, block, scale_log2,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +116,7 @@ def _step(  # type: ignore[no-untyped-def]
     out = hopper.warpgroup_mma(left, values.index(before), out, is_async=True)
     score = hopper.warpgroup_mma_wait(1, deps=(score,))
     hopper.mbarrier.arrive(key_empty.index(stage), count=1)
-    probability, most, total, shrink = _soften(
+    probability, most, total, shrink = _online_softmax(
         score, most, total, query_position, last - step, scale_log2, MASKED, BLOCK_N, SCORES
     )
     out = hopper.warpgroup_mma_wait(0, deps=(out,))
@@ -155,7 +158,7 @@ def attend(  # type: ignore[no-untyped-def]
     hopper.mbarrier.arrive(key_empty.index(0), count=1)
     most = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-    probability, most, total, _shrink = _soften(
+    probability, most, total, _shrink = _online_softmax(
         score, most, total, query_position, last, scale_log2, True, BLOCK_N, SCORES
     )
     state = probability, gl.zeros([64, D], gl.float32, OUTPUT), most, total
