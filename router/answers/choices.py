@@ -65,7 +65,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
     grammar: str
     rules: TokenRules | None
     kept: frozenset[int] = frozenset()  # special tokens that are never skipped
-    least_tokens: int = 1  # 0: the prompt is the whole answer
+    min_answer_tokens: int = 1  # 0: the prompt is the whole answer
 
 
 def choice_ids(request_id: str, prompt: Prompt, count: int) -> list[tuple[str, ...]]:
@@ -99,7 +99,7 @@ class ChoiceMaker:
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(tokens))
         taken = len(tokens)
-        prompt_only = options.least_tokens == 0
+        prompt_only = options.min_answer_tokens == 0
         if prompt_only:
             # The prefill node draws a token, which is dropped and takes no room in the context.
             wanted, taken = 1, taken - 1

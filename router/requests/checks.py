@@ -99,26 +99,28 @@ def check_name(given: str | None, names: Sequence[str]) -> None:
         )
 
 
-def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str, least_tokens: int = 1) -> None:
-    """Require a non-empty prompt of valid token ids that leaves room for an answer of `least_tokens`.
+def check_prompt(
+    token_ids: TokenIds, model: ServedModel, prompt_field: str, min_answer_tokens: int = 1
+) -> None:
+    """Require a non-empty prompt of valid token ids that leaves room for an answer of `min_answer_tokens`.
 
     The cheap length check comes first.
     """
     if not token_ids:
         raise InvalidRequest(f"{prompt_field} has no tokens; send at least one", param=prompt_field)
-    check_length(len(token_ids), model.max_model_len, prompt_field, least_tokens=least_tokens)
+    check_length(len(token_ids), model.max_model_len, prompt_field, min_answer_tokens=min_answer_tokens)
     check_tokens_in_vocabulary(token_ids, model.vocab_size, prompt_field)
 
 
 def check_length(
-    tokens: int, max_model_len: int, prompt_field: str, exact: bool = True, least_tokens: int = 1
+    tokens: int, max_model_len: int, prompt_field: str, exact: bool = True, min_answer_tokens: int = 1
 ) -> None:
-    """Raise ContextTooLong for a prompt that leaves no room for an answer of `least_tokens`.
+    """Raise ContextTooLong for a prompt that leaves no room for an answer of `min_answer_tokens`.
 
     If not `exact`, `tokens` is a lower bound.
     """
-    if tokens + least_tokens > max_model_len:
-        problem = ", which leaves no room for the completion" if least_tokens else ""
+    if tokens + min_answer_tokens > max_model_len:
+        problem = ", which leaves no room for the completion" if min_answer_tokens else ""
         raise ContextTooLong(
             f"This model's maximum context length is {max_model_len} tokens; the prompt has "
             f"{'' if exact else 'at least '}{tokens}{problem}. Shorten the prompt.",

@@ -153,7 +153,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
         return None
 
     @property
-    def least_tokens(self) -> int:
+    def min_answer_tokens(self) -> int:
         """The fewest tokens for which the prompt leaves room."""
         return 1
 
@@ -206,7 +206,7 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
         return 16  # as at OpenAI
 
     @property
-    def least_tokens(self) -> int:
+    def min_answer_tokens(self) -> int:
         """0 if the answer is the prompt alone: `echo` with max_tokens 0."""
         return 0 if self.echo and self.max_tokens == 0 else 1
 

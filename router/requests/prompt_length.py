@@ -21,12 +21,12 @@ class PromptLength(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int
     kept: int | None = None  # tokens that are left of a longer prompt; None: it is refused
     first: bool = False  # the first tokens are kept, not the last ones
-    least_tokens: int = 1  # of the answer, for which the prompt leaves room
+    min_answer_tokens: int = 1  # for which the prompt leaves room
 
     def check(self, tokens: int, field: str, exact: bool = True) -> None:
         """Raise ContextTooLong, unless the prompt is cut. If not `exact`, `tokens` is a lower bound."""
         if self.kept is None:
-            check_length(tokens, self.max_model_len, field, exact, self.least_tokens)
+            check_length(tokens, self.max_model_len, field, exact, self.min_answer_tokens)
 
     def cut(self, ids: Ids, width: int = 1) -> Ids:
         """Return what is kept of a prompt; `width`: items per token."""
@@ -48,7 +48,7 @@ def prompt_length(body: SharedFields, max_model_len: int, max_field: str = "max_
         raise InvalidRequest(f"{SIDE} must be left or right", param=SIDE)
     given = body.truncate_prompt_tokens
     if given is None:
-        return PromptLength(max_model_len, least_tokens=body.least_tokens)
+        return PromptLength(max_model_len, min_answer_tokens=body.min_answer_tokens)
     asked = getattr(body, max_field)
     most = max_model_len - max(asked or 0, 0)
     if not (1 <= given <= max(most, 1) or given == -1):
@@ -58,8 +58,8 @@ def prompt_length(body: SharedFields, max_model_len: int, max_field: str = "max_
             f"context{less}",
             param=TRUNCATE,
         )
-    # Without max_tokens there is room for the default, but at least for `least_tokens`.
-    least = body.least_tokens
+    # Without max_tokens there is room for the default, but at least for `min_answer_tokens`.
+    least = body.min_answer_tokens
     room = max_model_len - max((body.default_tokens if asked is None else asked) or 0, least)
     kept = max(room if given == -1 else min(given, max_model_len - max(asked or 0, least)), 1)
     return PromptLength(max_model_len, kept, body.truncation_side == "right", least)

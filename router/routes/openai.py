@@ -249,7 +249,7 @@ class OpenAiRoutes:
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             fields = body if own is None else own.bodies[index]
-            least = (length if own is None else fields).least_tokens
+            least = (length if own is None else fields).min_answer_tokens
             check_prompt(ids, model, name, least)
             text = prompt if isinstance(prompt := given[index], str) else None
             if text is not None and fields.echo and length.may_have_cut(ids):
@@ -262,7 +262,7 @@ class OpenAiRoutes:
                         constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
                     grammar = await self._texts.grammar(constraint, model)
                     rules = await token_rules(fields, model, self._texts)
-                    options = AnswerOptions("max_tokens", logprobs, grammar, rules, least_tokens=least)
+                    options = AnswerOptions("max_tokens", logprobs, grammar, rules, min_answer_tokens=least)
                 own_id = identities[index] if identities else None
                 asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)
