@@ -118,19 +118,19 @@ def http_plan(
             admin_gate = KeyGate(ring, quotas, "admin", security.share_prefix_cache, open_metrics=False)
             admin = TcpEntry(places.address, "router.admin", admin_gate, Cors(()))
     tls = TlsFiles(*resolved.tls_paths) if resolved.tls_paths is not None else None
+    closed = ConnectionLog(log)
     return HttpPlan(
         TcpEntry((router.host, router.port), "router.port", gate, cors, tls),
         admin,
         places.socket,
         keys,
-        ConnectionLimit(
-            router.max_connections_per_client, _connections(cluster, log), ConnectionLog(log).note
-        ),
+        ConnectionLimit(router.max_connections_per_client, _connections(cluster, log), closed.note),
         body_bytes,
         process.name,
         own_socket(resolved, process.index) if process.host_peers else None,
         {router_name(index): own_socket(resolved, index) for index in process.host_peers},
         ledger,
+        closed,
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
 from common.errors import ClientGone
-from common.observability.bounded_log import WINDOW, BoundedLog
+from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.http.client import client_key
+from router.http.flushed_logs import FlushedLogs
 from router.http.matched_route import matched_route
 
 MAX_REASON = 300  # characters of an error message
@@ -21,7 +20,7 @@ class ErrorLog:
     def __init__(self, log: Log) -> None:
         self._refused = BoundedLog(log, "refused a request")
         self._failed = BoundedLog(log, "failed a request")
-        self._flush: asyncio.TimerHandle | None = None
+        self._both = FlushedLogs(self._refused, self._failed)
 
     def note(
         self, request: web.Request, request_id: str, status: int, param: str | None, reason: str
@@ -41,17 +40,8 @@ class ErrorLog:
             self._refused.info(client.name, reason[:MAX_REASON], **about)
         else:
             self._failed.warning(client.name, reason[:MAX_REASON], **about)
-        if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(WINDOW, self._end_window)
+        self._both.noted()
 
     async def close(self, app: web.Application) -> None:
         """Log the counts of a window that is not over yet. Registered in Application.on_cleanup."""
-        if self._flush is not None:
-            self._flush.cancel()
-        self._refused.close()
-        self._failed.close()
-
-    def _end_window(self) -> None:
-        self._flush = None
-        self._refused.flush()
-        self._failed.flush()
+        self._both.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
-from common.observability.bounded_log import WINDOW, BoundedLog
+from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
+from router.http.flushed_logs import FlushedLogs
 
 
 class ConnectionLog:
@@ -15,14 +15,13 @@ class ConnectionLog:
 
     def __init__(self, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._closed = BoundedLog(log, "closed a new connection", clock)
-        self._flush: asyncio.TimerHandle | None = None
+        self._flushed = FlushedLogs(self._closed)
 
     def note(self, client: str, reason: str) -> None:
         """Log that a new connection of this client was closed."""
         self._closed.warning(client, reason)
-        if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(WINDOW, self._end_window)
+        self._flushed.noted()
 
-    def _end_window(self) -> None:
-        self._flush = None
-        self._closed.flush()
+    def close(self) -> None:
+        """Log the count of a window that is not over yet."""
+        self._flushed.close()

@@ -26,6 +26,7 @@ from router.http.error_log import ErrorLog
 from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
 from router.server.admin_socket import AdminSocket
+from router.server.connection_log import ConnectionLog
 from router.server.connections import ConnectionLimit
 from router.server.http_server import http_runner, leave
 from router.server.sockets import BACKLOG, TlsFiles, owner_socket
@@ -62,6 +63,7 @@ class HttpPlan:
     own_socket: Path | None = None
     peers: Mapping[str, Path] = field(default_factory=dict)  # the sockets of the others on this host, by name
     ledger: SharedLedger | None = None  # of the use of API keys by all of them
+    connection_log: ConnectionLog | None = None  # of `limit`
 
 
 class HttpListeners:
@@ -173,6 +175,8 @@ class HttpListeners:
             self.plan.own_socket.unlink(missing_ok=True)
         if self.plan.ledger is not None:
             self.plan.ledger.close()
+        if self.plan.connection_log is not None:
+            self.plan.connection_log.close()
 
     async def _serve_unix(self, runner: web.AppRunner, listener: socket.socket) -> None:
         listener.listen(BACKLOG)

@@ -67,7 +67,7 @@ async def test_a_line_says_who_got_which_error(client: Asking, caplog: pytest.Lo
 async def test_a_client_that_errs_often_hides_no_failure(
     client: Asking, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.http.error_log.WINDOW", 0.2)
+    monkeypatch.setattr("router.http.flushed_logs.WINDOW", 0.2)
     monkeypatch.setattr(bounded_log, "WINDOW", 600.0)  # not over before the twenty are written
     for _ in range(20):
         await client.get("/ask/wrong")

@@ -6,7 +6,7 @@ import pytest
 
 from common.observability.bounded_log import FIRST, WINDOW
 from common.observability.logs import Log
-from router.server import connection_log
+from router.http import flushed_logs
 from router.server.connection_log import ConnectionLog
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import eventually
@@ -15,7 +15,7 @@ from tests.fakes.waiting import eventually
 async def test_a_flood_is_counted_also_if_nothing_follows_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_log, "WINDOW", 0.0)
+    monkeypatch.setattr(flushed_logs, "WINDOW", 0.0)
     clock = Clock()
     log = ConnectionLog(Log("router"), clock)
     for _ in range(FIRST + 3):

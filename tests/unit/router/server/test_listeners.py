@@ -18,6 +18,7 @@ from aiohttp import web
 from common.config import Resolved, load_cluster
 from common.config.router_processes import RouterProcess
 from common.errors import ConfigError
+from common.observability import bounded_log
 from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
@@ -355,6 +356,27 @@ async def test_one_address_has_so_many_connections(serve: Serve, caplog: pytest.
     await eventually(lambda: len(limit) == 0)
     async with rig.session.get(rig.url + "/live") as response:
         assert response.status == 200
+
+
+async def test_a_router_that_ends_logs_the_connections_that_it_has_only_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_log, "WINDOW", 600.0)  # not over before the router ends
+    app = router(tmp_path, "router.max_connections_per_client=1")
+    await app.start()
+    _, kept = await asyncio.open_connection("127.0.0.1", port_of(app.http))
+    for _ in range(bounded_log.FIRST + 3):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(app.http))
+        async with asyncio.timeout(PATIENCE):
+            assert await reader.read() == b""
+        writer.close()
+    kept.close()
+    await app.drain()
+    closed = [
+        vars(each)["fields"] for each in caplog.records if "closed a new connection" in each.getMessage()
+    ]
+    assert len(closed) == bounded_log.FIRST + 1
+    assert closed[-1]["count"] == 3
 
 
 @pytest.mark.parametrize(
