@@ -15,7 +15,7 @@ from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.extend_kernel import extend_kernel
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
-from common.engine.ops.paged_attention import check_layout
+from common.engine.ops.paged_attention import check_layout, check_starts
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -163,8 +163,7 @@ def extend_triton(
     _, page_size, kv_heads, _ = key_plane.shape
     batch = seq_lens.shape[0]
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
-    assert query_start.shape == (batch + 1,), f"{tuple(query_start.shape)} starts for {batch} requests"
-    assert query_start.is_contiguous(), "starts must be contiguous"
+    check_starts(query_start, batch)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out

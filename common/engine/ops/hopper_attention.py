@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.hopper_warps import attend, copy
-from common.engine.ops.paged_attention import check_layout
+from common.engine.ops.paged_attention import check_layout, check_starts
 from common.engine.ops.triton_kernel import (
     cdiv,
     chained,
@@ -261,7 +261,7 @@ def hopper_extend(
     num_pages, page_size, kv_heads, _ = key_plane.shape
     batch, group = seq_lens.shape[0], next_power_of_2(heads // kv_heads)
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
-    assert query_start.shape == (batch + 1,), f"{tuple(query_start.shape)} starts for {batch} requests"
+    check_starts(query_start, batch)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out

@@ -23,6 +23,12 @@ def check_layout(
     assert seq_lens.is_contiguous(), "lengths must be contiguous"
 
 
+def check_starts(query_start: Tensor, batch: int) -> None:
+    """Assert the layout of query_start [batch + 1], the prefix sums of new tokens."""
+    assert query_start.shape == (batch + 1,), f"{tuple(query_start.shape)} starts for {batch} requests"
+    assert query_start.is_contiguous(), "starts must be contiguous"
+
+
 @kernel
 def load_keys(  # type: ignore[no-untyped-def]
     plane_ptr, page, position, live, kv_head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +13,8 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.ops import extend_attention, hopper_attention
 from common.engine.ops.ended_programs import MAX_TILES
-from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_serves
+from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_extend, hopper_serves
 from common.engine.ops.triton_kernel import HAS_GLUON
 from prefill_node.graphs.prompt_graphs import unbroken_tokens
 from prefill_node.graphs.static_extend import UNBROKEN_TOKENS
@@ -127,6 +131,22 @@ def test_graphs_have_breaks_on_other_devices() -> None:
 def test_graphs_of_so_many_tokens_have_no_breaks(wanted: str, on_device: int, tokens: int) -> None:
     placement = Placement(torch.float32, torch.device("cpu"))
     assert unbroken_tokens(placement, PhaseSwitch(wanted), on_device) == tokens
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        (torch.zeros(4, dtype=torch.int32)[::2], "starts must be contiguous"),
+        (torch.zeros(3, dtype=torch.int32), "starts for 1 requests"),
+    ],
+)
+@pytest.mark.parametrize("launch", [hopper_extend, partial(extend_triton, window=None)])
+def test_starts_that_a_kernel_would_misread_are_refused(
+    starts: torch.Tensor, reason: str, launch: Callable[..., object]
+) -> None:
+    lengths = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match=reason):
+        launch(query(), plane(), plane(), lengths[None], starts, lengths, scale=0.1)
 
 
 @pytest.mark.parametrize("served", [True, False])
