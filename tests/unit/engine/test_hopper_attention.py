@@ -91,7 +91,8 @@ def test_what_is_served(
         (16, 8, 1, 1),
         (256, 8, 1, 1),
         (1, 2, 1, MAX_SPLITS),
-        (1, 32, 64, 1),  # too many tiles to count
+        (1, 32, 64, 4),
+        (1, 32, 1024, 1),  # too many tiles to count
     ],
 )
 def test_splits_give_each_of_132_processors_work(tiles: int, kv_heads: int, batch: int, splits: int) -> None:
