@@ -28,7 +28,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Arguments with which a Python gets a fork that says where it runs and ends with the code 3."""
     folder = tmp_path_factory.mktemp("forks")
     (folder / "served.py").write_text(SERVED)
-    return start_server("served", environment=dict(os.environ), directory=folder)
+    # `deploy/check` keeps modules of the current directory from being found.
+    paths = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return start_server("served", environment={**os.environ, "PYTHONPATH": paths}, directory=folder)
 
 
 @pytest.fixture
