@@ -120,7 +120,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     ends = torch.tensor(lengths, dtype=torch.int32)
     key, value = cache.planes
     out = extend_triton(
-        query, key, value, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4)
+        query, key, value, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4), splits=1
     )
     for row, part in enumerate(out[:-40].split(query_lens)):
         if query_lens[row]:
@@ -137,7 +137,8 @@ def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, di
     query = wide[:, : heads * dim].unflatten(1, (heads, dim))
     starts = torch.tensor([0, 70, 90, 140], dtype=torch.int32)
     ends = torch.tensor([80, 0, 70], dtype=torch.int32)  # the second request is computed elsewhere
-    out = extend_triton(query, *cache.planes, cache.page_table, starts, ends, None, dim**-0.5)
+    key, value = cache.planes
+    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, dim**-0.5, splits=1)
     close(out[:70], cache.expected(0, query[:70], None))
     close(out[90:], cache.expected(2, query[90:], None))
     assert not out[70:90].any()
@@ -145,14 +146,14 @@ def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, di
 
 @pytest.mark.parametrize("window", [None, 900])
 def test_extend_over_parts_of_the_keys(window: int | None) -> None:
-    lengths, query_lens = [1300, 40, 700], [9, 40, 3]
-    cache = Cache(lengths, 16, 2, 16, torch.float32)
-    query = torch.randn(sum(query_lens) + 20, 6, 16)
+    lengths, query_lens = [1300, 20, 700], [9, 20, 3]
+    cache = Cache(lengths, 16, 1, 16, torch.float32)
+    query = torch.randn(sum(query_lens) + 20, 3, 16)
     query[-20:] = torch.nan  # padding after the last request
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends = torch.tensor(lengths, dtype=torch.int32)
     key, value = cache.planes
-    for splits in (2, 3, 16):
+    for splits in (2, 5):
         out = extend_triton(
             query, key, value, cache.page_table, starts, ends, window, 0.25, shape=(16, 32, 4), splits=splits
         )
@@ -175,7 +176,8 @@ def test_extend_of_few_and_of_no_rows(count: int) -> None:
     cache = Cache([130], 16, 1, 16, torch.float32)
     query = torch.randn(count, 2, 16)
     starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [130]))
-    out = extend_triton(query, *cache.planes, cache.page_table, starts, ends, None, 0.25)
+    key, value = cache.planes
+    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, 0.25, splits=1)
     close(out, cache.expected(0, query, None))
 
 
