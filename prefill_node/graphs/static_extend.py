@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.attention.paged import CONVERTED_TOKENS
 from common.engine.attention.whole_prompt import MIN_TOKENS
 from common.engine.forward.batch import SAVES, BatchState, ForwardBatch
 from common.engine.graphs.slots import poison_value
@@ -20,7 +19,6 @@ from common.engine.ops.held_requests import hold_requests
 # With at most so many tokens the host chooses no kernel by lengths, whatever the GPU and the model are.
 UNBROKEN_TOKENS = 512
 assert UNBROKEN_TOKENS < MIN_TOKENS
-assert UNBROKEN_TOKENS <= CONVERTED_TOKENS
 BROKEN = ShapeKey(0)  # the limit if all graphs have breaks
 
 

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 import common.engine.ops
 from common.engine.ops import expert_weights, fp8_gated, fp8_product, linear, linear_norm
 from common.engine.ops.best_tokens import best_tokens_triton
+from common.engine.ops.converted_pages import converted_pages_triton
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_tiles import ChunkTiles
@@ -52,7 +53,6 @@ from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
 from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
-from common.engine.ops.page_values import page_values_triton
 from common.engine.ops.peer_memories import RankMemories
 from common.engine.ops.peer_reduce import (
     peer_gather_triton,
@@ -415,7 +415,11 @@ def fp8_pages() -> None:
     rotary_kv_write_triton(qkv, angles, angles, None, None, 1e-5, plane, plane, slots)
     rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
     rotary_decode_triton(qkv, angles, angles, None, None, 1e-5, slots, *rest)
-    page_values_triton(plane, plane, slots.int(), 1.0, 1.0, BF16)
+    table, starts, lens = torch.zeros(2, 70, dtype=torch.int32), slots[:3].int(), slots[:2].int()
+    converted_pages_triton(plane, plane, table, starts, lens, 1.0, 1.0, BF16, 140)
+    for tokens in (256, 8192):
+        query = torch.zeros(tokens, HEADS, 128, dtype=BF16)
+        extend_triton(query, plane, plane, table, starts, lens, None, 0.1, out=query)
 
 
 def drawing() -> None:

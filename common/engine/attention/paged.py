@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from common.engine.attention.backend import LayerOperation, TokenSlots
 from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.ops.converted_attention import converted_attention, converts
 from common.engine.ops.ended_programs import ended_programs
 from common.engine.ops.extend_attention import extend_attention
-from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.page_values import page_values
 from common.engine.ops.rotary_kv_write import rotary_kv_write
-from common.engine.ops.triton_kernel import cdiv
 from common.engine.state.pool import KvPool
 from common.named import named
-
-# If a request has more new tokens, its FP8 pages are converted once per layer. Graphs without breaks must not hold so
-# many: they would replay the number of pages of their capture.
-CONVERTED_TOKENS = 512
-# The most bytes of one layer's converted pages; WORKING_BYTES of common.node.memory includes them.
-CONVERTED_BYTES = 256 << 20
 
 
 class PagedAttention:
@@ -84,34 +75,17 @@ class PagedAttention:
         """Attend query [T, heads, D] over the pages of a layer, which hold the new tokens."""
         if batch.mode is not ForwardMode.EXTEND or batch.tree_mask is not None:
             raise ValueError("decode steps and trees need StepAttention; this attention serves prompts")
-        pages = None
-        if self._windows[layer] is None:
-            pages = pages_to_convert(batch, self.pool.key(layer), query.dtype)
-        return self._extend(query, layer, batch.page_table, (batch.query_start, batch.seq_lens), pages)
+        return self._extend(query, layer, batch.page_table, batch.query_start, batch.seq_lens)
 
     def _extend(
-        self,
-        query: Tensor,
-        layer: int,
-        page_table: Tensor,
-        lengths: tuple[Tensor, Tensor],
-        converted: Tensor | None = None,
+        self, query: Tensor, layer: int, page_table: Tensor, query_start: Tensor, seq_lens: Tensor
     ) -> Tensor:
-        """Run `extend_attention` over the pages of a layer.
-
-        Args:
-            lengths: query_start and seq_lens.
-            converted: pages [n] of the only request, whose FP8 keys and values are converted first; None: they are
-                converted where they are read.
-        """
+        """Run `extend_attention` over the pages of a layer; FP8 pages may be converted first."""
         keys, values, scales = self.pool.key(layer), self.pool.value(layer), self.pool.scales(layer)
-        if converted is not None:
-            keys, values = page_values(keys, values, converted, *scales, query.dtype)
-            page_table = torch.arange(len(converted), dtype=torch.int32, device=query.device)[None]
-            scales = 1.0, 1.0
-        rest = *lengths, self._windows[layer], self._scale, *scales
-        out: Tensor = extend_attention(query, keys, values, page_table, *rest)
-        return out
+        window, given = self._windows[layer], (query, keys, values, page_table, query_start, seq_lens)
+        if converts(len(query), keys, window):
+            return converted_attention(*given, self._scale, *scales)
+        return extend_attention(*given, window, self._scale, *scales)
 
     def mix(
         self,
@@ -132,18 +106,3 @@ class PagedAttention:
         if self._batch is None:
             raise RuntimeError("call plan(batch) before store and forward")
         return self._batch
-
-
-def pages_to_convert(batch: ForwardBatch, plane: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the pages [n] of the only request of an EXTEND batch if attention converts them once; else None.
-
-    Args:
-        plane: [num_pages, page_size, kv_heads, D], the layer's keys.
-        dtype: of queries, and of converted keys and values, which are at most CONVERTED_BYTES.
-    """
-    new, total = batch.query_lens_host, batch.seq_lens_host
-    if plane.dtype is not FP8 or new is None or total is None or len(new) != 1 or new[0] <= CONVERTED_TOKENS:
-        return None
-    pages = cdiv(total[0], plane.shape[1])
-    nbytes = 2 * pages * plane.shape[1:].numel() * dtype.itemsize
-    return None if nbytes > CONVERTED_BYTES else batch.page_table[0, :pages]

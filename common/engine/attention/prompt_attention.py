@@ -10,9 +10,10 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
+from common.engine.ops.converted_attention import MIN_BATCH_TOKENS
 from common.engine.ops.extend_attention import kernel_counts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.hopper_attention import hopper_serves
+from common.engine.ops.hopper_attention import hopper_reads
 from common.engine.state.pool import KvPool
 
 
@@ -21,8 +22,8 @@ class PromptAttention(PagedAttention):
 
     Args:
         whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
-            without pages, except where `hopper_serves`, which is faster. These are the prefill buckets; each is run
-            once before serving, since its first call is slow.
+            without pages, except where `hopper_extend` serves, which is faster. These are the prefill buckets; each
+            is run once before serving, since its first call is slow.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class PromptAttention(PagedAttention):
         kv_heads, head_dim = self._kv_heads, self._head_dim
         sizes = heads, kv_heads, head_dim
         # `hopper_extend` has two kernels: with 1 token it divides keys, and with the most tokens it usually does not.
-        steps = {1, max_tokens, *kernel_counts(max_tokens, sizes, dtype.itemsize, pool.device)}
+        counts = 1, max_tokens, sizes, dtype.itemsize, pool.device
+        steps = {1, max_tokens, *kernel_counts(*counts), *kernel_counts(MIN_BATCH_TOKENS + 1, *counts[1:])}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
@@ -59,10 +61,7 @@ class PromptAttention(PagedAttention):
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
             pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
-            given = qkv[:, :heads], layer, pages, (starts, pages[:, 0].contiguous())
-            self._extend(*given)
-            if pool.key(layer).dtype is FP8 and self._windows[layer] is None:
-                self._extend(*given, pages[0])
+            self._extend(qkv[:, :heads], layer, pages, starts, pages[:, 0].contiguous())
 
     def tokens_on_device(self, heads: int, dtype: torch.dtype, most: int) -> int:
         """Return up to how many tokens attention decides nothing on the host, so that graphs need no breaks.
@@ -77,11 +76,13 @@ class PromptAttention(PagedAttention):
         if pool.attention_layer is None or pool.state_bytes:
             return 0
         query = torch.empty(0, heads, self._head_dim, dtype=dtype, device=pool.device)
-        served = (
-            hopper_serves(query, pool.key(layer), self._windows[layer], pool.scales(layer))
-            for layer in pool.attention_layers
-        )
+        served = (self._on_hopper(query, layer, self._windows[layer]) for layer in pool.attention_layers)
         return most if all(served) else 0
+
+    def _on_hopper(self, query: Tensor, layer: int, window: int | None) -> bool:
+        """Return whether `hopper_extend` computes long prompts over a layer's pages, if need be after conversion."""
+        plane = self.pool.key(layer)
+        return plane.dtype in (query.dtype, FP8) and hopper_reads(query, plane.shape[1:], window)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if (live := self._whole_prompt_rows(query, self._windows[layer])) is not None:
@@ -97,6 +98,6 @@ class PromptAttention(PagedAttention):
             return None
         layer = self.pool.attention_layer
         assert layer is not None
-        if hopper_serves(query, self.pool.key(layer), window, (1.0, 1.0)):
+        if self._on_hopper(query, layer, window):
             return None
         return whole_prompt_rows(self._planned(), rows)

@@ -128,11 +128,11 @@ def divide(
 
 
 def kernel_counts(
-    max_tokens: int, heads: tuple[int, int, int], itemsize: int, device: torch.device
+    min_tokens: int, max_tokens: int, heads: tuple[int, int, int], itemsize: int, device: torch.device
 ) -> list[int]:
-    """Return token counts up to `max_tokens`, one per kernel that `extend_triton` can launch."""
+    """Return token counts from `min_tokens` to `max_tokens`, one per kernel that `extend_triton` can launch."""
     found: dict[TileDivision, int] = {}
-    for count in range(1, max_tokens + 1):
+    for count in range(min_tokens, max_tokens + 1):
         division = divide(count, heads, itemsize, device)
         found.setdefault(division._replace(splits=min(division.splits, 2)), count)
     return sorted(found.values())
@@ -152,19 +152,24 @@ def extend_triton(
     shape: tuple[int, int, int] | None = None,
     num_stages: int | None = None,
     splits: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Launch without reading lengths: the grid covers every division of T rows among the requests.
 
     Args:
         shape: rows and keys of a tile, and warps, see `choose_shape`.
         splits: parts of the keys, see `choose_splits`.
+        out: contiguous result [T, heads, D], in which rows of requests of length 0, and padding, are left as they are;
+            None: a new one, in which they are zero.
     """
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     batch = seq_lens.shape[0]
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
     check_starts(query_start, batch)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    keeps = out is not None
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out
     group, sizes = next_power_of_2(heads // kv_heads), (heads, kv_heads, head_dim)
@@ -210,6 +215,7 @@ def extend_triton(
         BLOCK_B=max(next_power_of_2(batch), 64),
         MIN_PART=MIN_PART,
         DIVIDED=parts > 1,
+        KEEPS=keeps,
         **chained(query.device),
         num_warps=division.warps,
         num_stages=division.stages,

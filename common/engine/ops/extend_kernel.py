@@ -130,6 +130,7 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr,  # at least num_requests
     MIN_PART: tl.constexpr,  # keys, a multiple of BLOCK_N
     DIVIDED: tl.constexpr,  # splits is over 1
+    KEEPS: tl.constexpr,  # leave the rows of requests of length 0, and padding, as they are
     CHAINED: tl.constexpr,
 ):
     """Each program computes a tile: TOKENS new tokens of one request for one KV head with all its query heads.
@@ -140,6 +141,10 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     Programs find their request in the prefix sums; the remaining ones zero the padding rows.
     """
     await_previous(CHAINED)
+    index = tl.arange(0, BLOCK_B)
+    if KEEPS:  # noqa: SIM102
+        if tl.max(tl.load(lens_ptr + index, mask=index < num_requests, other=0), axis=0) == 0:
+            return
     LIVE_GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = TOKENS * GROUP
     kv_head = tl.program_id(0)
@@ -150,7 +155,6 @@ def extend_kernel(  # type: ignore[no-untyped-def]
             split, parts, tile = tile % splits, parts * splits, tile // splits
         else:
             tile -= divided_tiles * (splits - 1)
-    index = tl.arange(0, BLOCK_B)
     starts = tl.load(start_ptr + index, mask=index < num_requests, other=0)
     stops = tl.load(start_ptr + index + 1, mask=index < num_requests, other=0)
     tiles = tl.cdiv(stops - starts, TOKENS)
@@ -214,6 +218,8 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     if EIGHT_BITS:
         out *= value_scale
     stores = split == 0
+    if KEEPS:
+        stores = stores & (length > 0)
     if DIVIDED:  # noqa: SIM102
         if (used > 1) & (split < used):
             lines = token.to(tl.int64) * HEADS + kv_head * LIVE_GROUP + group

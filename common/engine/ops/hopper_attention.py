@@ -215,12 +215,17 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
 
 def hopper_serves(query: Tensor, plane: Tensor, window: int | None, scales: tuple[float, float]) -> bool:
     """Return whether `hopper_extend` computes extend attention of these queries over planes like this one."""
-    page_size, kv_heads, head_dim = plane.shape[1:]
+    return (
+        plane.dtype == query.dtype and scales == (1.0, 1.0) and hopper_reads(query, plane.shape[1:], window)
+    )
+
+
+def hopper_reads(query: Tensor, page: torch.Size, window: int | None) -> bool:
+    """Return whether `hopper_extend` serves pages [page_size, kv_heads, D] if they have the dtype of the queries."""
+    page_size, kv_heads, head_dim = page
     return (
         is_hopper(query.device)
         and window is None
-        and scales == (1.0, 1.0)
-        and query.dtype == plane.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and head_dim in HEAD_DIMS
         and query.shape[1] <= ROWS * kv_heads

@@ -10,10 +10,10 @@ import pytest
 from torch import Tensor
 
 from common.engine.attention import paged
-from common.engine.ops.page_values import page_values
+from common.engine.ops import converted_attention as conversion
+from common.engine.ops.converted_attention import converted_attention
 from common.kv_cache.kv_values import FP8, KvValues
 from common.node.completion import Deferred
-from prefill_node.graphs import prompt_graphs
 from tests.fakes.draft_models import observed
 from tests.fakes.drafters import foresight
 from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape, autoregressive
@@ -64,19 +64,19 @@ def test_chunks(chunk: int, draft: str) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_pages_that_are_converted_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of more than four tokens count as long. Their graphs have breaks, as those of long chunks have."""
-    lengths: list[int] = []
+    """Batches of more than four tokens count as long. Seven are padded to eight."""
+    counts: list[int] = []
 
-    def counted(keys: Tensor, values: Tensor, pages: Tensor, *rest: Any) -> Tensor:
-        lengths.append(len(pages))
-        return page_values(keys, values, pages, *rest)
+    def counted(query: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(query))
+        return converted_attention(query, *rest)
 
-    monkeypatch.setattr(paged, "CONVERTED_TOKENS", 4)
-    monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", 4)
-    monkeypatch.setattr(paged, "page_values", counted)
+    monkeypatch.setattr(conversion, "MIN_BATCH_TOKENS", 4)
+    monkeypatch.setattr(paged, "converted_attention", counted)
     with NodeCluster(Shape(kv=KV, chunk_tokens=chunk, page_size=4)) as cluster:
         expect(cluster, [prompt_of(65)])
-    assert max(lengths) == 16
+    assert min(counts) > 4
+    assert max(counts) == max(8, chunk)
 
 
 def test_prefix_hits_trees_and_layers() -> None:

@@ -194,7 +194,7 @@ def test_every_kernel_is_among_those_that_are_compiled_early(
         rows, keys, warps, stages, splits = divide(count, heads, itemsize, cpu)
         return rows, keys, warps, stages, splits > 1
 
-    for most in (1, 64, 700, 8192):
-        counts = kernel_counts(most, heads, itemsize, cpu)
+    for least, most in ((1, 1), (1, 64), (1, 700), (1, 8192), (129, 64), (129, 8192)):
+        counts = kernel_counts(least, most, heads, itemsize, cpu)
         assert len({kernel(count) for count in counts}) == len(counts)
-        assert {kernel(count) for count in counts} == {kernel(count) for count in range(1, most + 1)}
+        assert {kernel(count) for count in counts} == {kernel(count) for count in range(least, most + 1)}

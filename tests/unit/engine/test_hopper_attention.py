@@ -14,6 +14,7 @@ from common.engine.layers.placement import Placement
 from common.engine.ops import extend_attention, hopper_attention
 from common.engine.ops.ended_programs import MAX_TILES
 from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_extend, hopper_serves
 from common.engine.ops.triton_kernel import HAS_GLUON
 from prefill_node.graphs.prompt_graphs import unbroken_tokens
@@ -103,13 +104,20 @@ def test_splits_give_each_of_132_processors_work(tiles: int, kv_heads: int, batc
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("windows", "dtype", "tokens"),
-    [([None, None], BF16, 8192), ([None, 4096], BF16, 0), ([None, None], torch.float32, 0)],
+    ("windows", "dtype", "stored", "tokens"),
+    [
+        ([None, None], BF16, BF16, 8192),
+        ([None, None], BF16, FP8, 8192),
+        ([None, 4096], BF16, BF16, 0),
+        ([None, 4096], BF16, FP8, 0),
+        ([None, None], BF16, torch.float16, 0),
+        ([None, None], torch.float32, torch.float32, 0),
+    ],
 )
 def test_graphs_need_no_breaks_where_all_layers_are_served(
-    windows: list[int | None], dtype: torch.dtype, tokens: int
+    windows: list[int | None], dtype: torch.dtype, stored: torch.dtype, tokens: int
 ) -> None:
-    pool = plain_pool(2, 2, 64, 16, 3, dtype, "cpu")
+    pool = plain_pool(2, 2, 64, 16, 3, stored, "cpu")
     attention = PromptAttention(pool, windows)
     assert attention.tokens_on_device(8, dtype, 8192) == tokens
 
