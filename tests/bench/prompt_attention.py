@@ -5,7 +5,8 @@
 
 One prompt of `new` tokens after `cached` ones. `--requests` are the rows of the page table, of which all but one have
 no tokens, as in a graph without breaks. cuDNN runs where nothing is cached; its numbers of tokens have to be known in
-advance. Each call is one of 24 in a graph; times are medians in microseconds.
+advance. The last two ways read pages in FP8, as they are and after conversion. Each call is one of 24 in a graph; times
+are medians in microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 
 from common.engine.attention.whole_prompt import attend_whole_prompt
+from common.engine.ops.converted_attention import converted_attention_cuda
 from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend
 from tests.bench.environment import describe
 from tests.bench.timing import graph_us, wake
@@ -50,11 +53,15 @@ def ways(
         "hopper": partial(hopper_extend, *given, scale),
         "other": partial(extend_triton, *given, None, scale),
     }
+    stored = [plane.to(FP8) for plane in planes]
+    eight = query, stored[0], stored[1], table, starts, lengths
     if cached:
         found["other, undivided"] = partial(extend_triton, *given, None, scale, splits=1)
     if cached == 0 and head_dim <= 128:
         own = [torch.randn(new, kv_heads, head_dim, device="cuda").to(BF16) for _ in range(2)]
         found["cudnn"] = partial(attend_whole_prompt, query, own[0], own[1], scale)
+    found["fp8"] = partial(extend_triton, *eight, None, scale)
+    found["converted"] = partial(converted_attention_cuda, *eight, scale, 1.0, 1.0)
     return found
 
 

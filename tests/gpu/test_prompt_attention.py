@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from common.engine.ops import converted_attention as conversion
+from common.engine.ops.converted_attention import converted_attention
 from common.engine.ops.ended_programs import ended_programs
 from common.engine.ops.extend_attention import extend_attention, extend_reference, extend_triton
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
 from common.engine.ops.triton_kernel import is_hopper
 
@@ -17,6 +22,7 @@ pytestmark = [
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
 BAD_PAGE = 2**31 - 1
+FP8_SCALES = 0.5, 2.0
 TOLERANCE = {BF16: 1.6e-2, FP16: 3e-3}
 
 
@@ -71,6 +77,16 @@ class Prompts:
         rest = self.table, self.starts, self.lengths, None, self.scale
         return extend_reference(query, keys, values, *rest)
 
+    def in_fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the planes in e4m3, to be multiplied by FP8_SCALES."""
+        keys, values = (plane.float() for plane in self.planes)
+        return (keys / FP8_SCALES[0]).to(FP8), (values / FP8_SCALES[1]).to(FP8)
+
+    def expected_in_fp8(self) -> torch.Tensor:
+        keys, values = self.in_fp8()
+        rest = self.table, self.starts, self.lengths, None, self.scale, *FP8_SCALES
+        return extend_reference(self.query.float(), keys, values, *rest)
+
     def computed(self, hopper: bool, splits: int) -> torch.Tensor:
         keys, values = self.planes
         rest = self.table, self.starts, self.lengths
@@ -116,6 +132,54 @@ def test_prompts(
     for _ in range(2):  # the counts of the first call must be zero again
         torch.testing.assert_close(prompts.computed(hopper, splits), expected, atol=TOLERANCE[dtype], rtol=0)
     assert not ended_programs(prompts.query.device).any()
+
+
+@pytest.mark.parametrize("room", [0, 70, 10_000])
+@pytest.mark.parametrize(
+    ("lengths", "new", "heads", "page_size", "dtype"),
+    [
+        ([1000, 333, 2000], [200, 333, 1], (32, 8, 128), 16, BF16),
+        ([1000, 5003, 7], [300, 80, 7], (28, 4, 128), 16, FP16),
+        ([0, 3000], [100, 2048], (32, 8, 128), 16, BF16),
+        ([900, 64], [150, 64], (16, 16, 64), 32, BF16),
+        ([900, 800], [150, 70], (8, 2, 80), 16, BF16),
+    ],
+)
+def test_fp8_pages_that_are_converted_or_not(
+    lengths: list[int],
+    new: list[int],
+    heads: tuple[int, int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    room: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests with few new tokens, or without room for their pages, read FP8 pages."""
+    monkeypatch.setattr(conversion, "room_for_pages", lambda *_: room)
+    prompts = Prompts(lengths, new, heads, page_size, dtype, 64, 9)
+    (keys, values), expected = prompts.in_fp8(), prompts.expected_in_fp8()
+    rest = prompts.table, prompts.starts, prompts.lengths, prompts.scale, *FP8_SCALES
+    for _ in range(2):
+        found = converted_attention(prompts.query, keys, values, *rest)
+        torch.testing.assert_close(found.float(), expected, atol=2 * TOLERANCE[dtype], rtol=1e-2)
+    assert not ended_programs(prompts.query.device).any()
+
+
+def test_a_graph_converts_the_pages_of_other_requests_than_those_of_its_capture() -> None:
+    """First only one of two requests is long, and then only the other one."""
+    captured = Prompts([2000, 4000], [400, 64], (32, 8, 128), 16, BF16, 8)
+    keys, values = captured.in_fp8()
+    given = captured.query, keys, values, captured.table, captured.starts, captured.lengths
+    run = partial(converted_attention, *given, captured.scale, *FP8_SCALES)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for starts in ([0, 400, 464], [0, 30, 464]):
+        captured.starts.copy_(torch.tensor(starts + [464] * 6, dtype=torch.int32))
+        graph.replay()
+        expected = captured.expected_in_fp8()
+        torch.testing.assert_close(out.float(), expected, atol=2 * TOLERANCE[BF16], rtol=1e-2)
 
 
 def test_a_graph_serves_other_lengths_than_those_of_its_capture() -> None:
