@@ -11,24 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.engine.ops.ended_programs import MAX_TILES, ended_programs
+from common.engine.ops.ended_programs import MAX_TILES, choose_splits, ended_programs
 from common.engine.ops.extend_kernel import extend_kernel
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
-from common.engine.ops.paged_attention import check_layout, check_starts
+from common.engine.ops.paged_attention import check_extend
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
-from common.engine.ops.triton_kernel import cdiv, chained, multiprocessors, next_power_of_2
+from common.engine.ops.triton_kernel import LOG2_E, cdiv, chained, multiprocessors, next_power_of_2
 
 # Rows of a tile (query tokens times query heads of a KV head), keys per step, warps, and the tiles per processor from
 # which the shape pays off; measured on an H200.
 SHAPES = ((128, 128, 8, 6.0), (128, 64, 4, 2.0), (64, 64, 4, 0.2), (16, 64, 4, 0.0))
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 WIDE_SHAPE = (64, 32, 4)
-# How far keys are divided: programs for which a processor has room, the most parts, and the fewest keys of a part.
-PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_PART = 2, 16, 512
-LOG2_E = 1.4426950408889634
+# How far keys are divided: programs for which a processor has room, and the fewest keys of a part.
+PROGRAMS_PER_PROCESSOR, MIN_PART = 2, 512
 
 
 def extend_reference(
@@ -79,16 +78,6 @@ def choose_shape(all_rows: int, head_bytes: int, processors: int) -> tuple[int, 
     return next(fitting)[:3]
 
 
-def choose_splits(tiles: int, kv_heads: int, processors: int) -> int:
-    """Return the parts into which keys are divided, so that all processors have work if there are few `tiles`.
-
-    They follow from the number of rows, not from lengths, so that the grid of a graph serves all lengths.
-    """
-    programs = kv_heads * tiles
-    wanted = PROGRAMS_PER_PROCESSOR * processors // programs
-    return max(1, min(wanted, MAX_SPLITS)) if programs <= MAX_TILES else 1
-
-
 class TileDivision(NamedTuple):
     """The division of one call among programs."""
 
@@ -122,9 +111,9 @@ def divide(
     stages = num_stages or (3 if keys == 64 else 2)
     sizes = stages, head_dim, itemsize
     rows, keys = cut_attention(max(rows, group), keys, *sizes, room_of(device), max(group, 16))
-    return TileDivision(
-        rows, keys, warps, stages, splits or choose_splits(cdiv(count, rows // group), kv_heads, processors)
-    )
+    tiles = kv_heads * cdiv(count, rows // group)
+    parts = splits or choose_splits(tiles, tiles, PROGRAMS_PER_PROCESSOR * processors)
+    return TileDivision(rows, keys, warps, stages, parts)
 
 
 def kernel_counts(
@@ -165,8 +154,7 @@ def extend_triton(
     count, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     batch = seq_lens.shape[0]
-    check_layout(query, key_plane, value_plane, page_table, seq_lens)
-    check_starts(query_start, batch)
+    check_extend(query, key_plane, value_plane, page_table, query_start, seq_lens)
     keeps = out is not None
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -179,6 +167,7 @@ def extend_triton(
     divided_tiles = cdiv(count, tokens)
     outputs = lse = ended = out
     if parts > 1:
+        assert kv_heads * divided_tiles <= MAX_TILES, f"{kv_heads * divided_tiles} tiles, {MAX_TILES} counts"
         outputs = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
         lse, ended = outputs.new_empty((count, heads, parts)), ended_programs(query.device)
     grid = (kv_heads, divided_tiles * parts + batch + 1)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
-from common.engine.ops.triton_kernel import kernel, tl
+from common.engine.ops.triton_kernel import LOG2_E, kernel, tl
 
 BLOCK = 8192
-LOG2_E = 1.4426950408889634
 
 
 def filter_floor_reference(

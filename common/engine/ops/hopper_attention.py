@@ -12,10 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.ended_programs import MAX_TILES, ended_programs
+from common.engine.ops.ended_programs import MAX_TILES, choose_splits, ended_programs
 from common.engine.ops.hopper_warps import attend, copy
-from common.engine.ops.paged_attention import check_layout, check_starts
+from common.engine.ops.paged_attention import check_extend
 from common.engine.ops.triton_kernel import (
+    LOG2_E,
     cdiv,
     chained,
     gl,
@@ -33,11 +34,9 @@ WIDTH = 64  # columns of a bulk copy: 128 bytes, the most that are stored withou
 STAGES = 2  # steps of keys, and of values, in shared memory
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE = 8  # tokens
-MAX_SPLITS = 16  # the most parts into which keys are divided
 MIN_SHARE = 4  # the fewest blocks of keys in a part, unless there are fewer in all
 # Registers per thread: of the groups that multiply, of the warp that copies, and at launch, before these take theirs.
 REGISTERS, COPY_REGISTERS, LAUNCHED_REGISTERS = 240, 24, 168
-LOG2_E = 1.4426950408889634
 
 
 def block_keys(head_dim: int) -> int:
@@ -235,16 +234,6 @@ def hopper_reads(query: Tensor, page: torch.Size, window: int | None) -> bool:
     )
 
 
-def choose_splits(tiles: int, kv_heads: int, batch: int, processors: int) -> int:
-    """Return the parts into which keys are divided, so that all processors have work if there are few `tiles`.
-
-    They follow from the number of rows, not from lengths, so that the grid of a graph serves all lengths.
-    """
-    if 2 * kv_heads * (tiles + batch + 1) > MAX_TILES:
-        return 1
-    return max(1, min(processors // (kv_heads * tiles), MAX_SPLITS))
-
-
 def hopper_extend(
     query: Tensor,
     key_plane: Tensor,
@@ -265,17 +254,18 @@ def hopper_extend(
     count, heads, head_dim = query.shape
     num_pages, page_size, kv_heads, _ = key_plane.shape
     batch, group = seq_lens.shape[0], next_power_of_2(heads // kv_heads)
-    check_layout(query, key_plane, value_plane, page_table, seq_lens)
-    check_starts(query_start, batch)
+    check_extend(query, key_plane, value_plane, page_table, query_start, seq_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out
     keys, slots = block_keys(head_dim), num_pages * page_size
     # One request has this many tiles. Several may have more, which the same programs compute one after another.
     tiles = cdiv(count, ROWS // group)
-    parts = splits or choose_splits(tiles, kv_heads, batch, multiprocessors(query.device))
+    counts = 2 * kv_heads * (tiles + batch + 1)
+    parts = splits or choose_splits(kv_heads * tiles, counts, multiprocessors(query.device))
     outputs = lse = ended = out
     if parts > 1:
+        assert counts <= MAX_TILES, f"{counts} groups of warps, {MAX_TILES} counts"
         outputs = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
         lse = outputs.new_empty((count, heads, parts))
         ended = ended_programs(query.device)

@@ -33,7 +33,6 @@ SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the o
 MAX_COMBINED = 48  # rows of a tile times parts that its last program adds up
 ROWS_TOGETHER, MAX_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
 SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block
-LOG2_E = 1.4426950408889634
 
 
 class Division(NamedTuple):

@@ -29,6 +29,19 @@ def check_starts(query_start: Tensor, batch: int) -> None:
     assert query_start.is_contiguous(), "starts must be contiguous"
 
 
+def check_extend(
+    query: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    """Assert the layout of the arguments of `extend_attention`."""
+    check_layout(query, key_plane, value_plane, page_table, seq_lens)
+    check_starts(query_start, len(seq_lens))
+
+
 @kernel
 def load_keys(  # type: ignore[no-untyped-def]
     plane_ptr, page, position, live, kv_head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import LOG2_E, KeyParts, choose_division, keys_of_part, store_part
+from common.engine.ops.key_parts import KeyParts, choose_division, keys_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.registration import register_op
@@ -17,6 +17,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
+    LOG2_E,
     await_results,
     chained,
     kernel,

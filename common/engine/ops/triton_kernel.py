@@ -270,6 +270,10 @@ def has_triton() -> bool:
     return triton is not None
 
 
+# exp(x) = exp2(x * LOG2_E), and GPUs have an instruction for exp2.
+LOG2_E = 1.4426950408889634
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import LOG2_E, Division, KeyParts, keys_of_part, store_part
+from common.engine.ops.key_parts import Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
+    LOG2_E,
     await_previous,
     cdiv,
     chained,

@@ -10,7 +10,6 @@ from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.extend_attention import (
     choose_shape,
-    choose_splits,
     divide,
     extend_triton,
     kernel_counts,
@@ -164,11 +163,13 @@ def test_extend_over_parts_of_the_keys(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "kv_heads", "splits"),
-    [(1, 8, 16), (4, 8, 8), (16, 8, 2), (17, 8, 1), (512, 8, 1), (1, 1 << 13, 1)],
+    ("count", "splits"),
+    [(4, 16), (16, 8), (64, 2), (65, 1), (512, 1)],
 )
-def test_keys_are_divided_where_tiles_are_few(tiles: int, kv_heads: int, splits: int) -> None:
-    assert choose_splits(tiles, kv_heads, 132) == splits
+def test_keys_are_divided_where_tiles_are_few(count: int, splits: int) -> None:
+    """With 32 query heads and 8 KV heads a tile of 16 rows has four tokens."""
+    shape = 16, 64, 4
+    assert divide(count, (32, 8, 128), 2, torch.device("cpu"), shape).splits == splits
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 130])

@@ -12,10 +12,9 @@ from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.ops import extend_attention, hopper_attention
-from common.engine.ops.ended_programs import MAX_TILES
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.hopper_attention import MAX_SPLITS, choose_splits, hopper_extend, hopper_serves
+from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
 from common.engine.ops.triton_kernel import HAS_GLUON
 from prefill_node.graphs.prompt_graphs import unbroken_tokens
 from prefill_node.graphs.static_extend import UNBROKEN_TOKENS
@@ -80,26 +79,6 @@ def test_what_is_served(
     queries: torch.Tensor, keys: torch.Tensor, window: int | None, scales: tuple[float, float], served: bool
 ) -> None:
     assert hopper_serves(queries, keys, window, scales) is served
-
-
-@pytest.mark.parametrize(
-    ("tiles", "kv_heads", "batch", "splits"),
-    [
-        (1, 8, 64, 16),  # 32 tokens of 32 heads
-        (2, 8, 64, 8),
-        (4, 8, 1, 4),
-        (8, 8, 1, 2),
-        (16, 8, 1, 1),
-        (256, 8, 1, 1),
-        (1, 2, 1, MAX_SPLITS),
-        (1, 32, 64, 4),
-        (1, 32, 1024, 1),  # too many tiles to count
-    ],
-)
-def test_splits_give_each_of_132_processors_work(tiles: int, kv_heads: int, batch: int, splits: int) -> None:
-    found = choose_splits(tiles, kv_heads, batch, 132)
-    assert found == splits
-    assert found == 1 or 2 * kv_heads * (tiles + batch + 1) <= MAX_TILES
 
 
 @pytest.mark.usefixtures("on_hopper")
