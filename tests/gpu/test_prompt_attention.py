@@ -134,7 +134,7 @@ def test_prompts(
     assert not ended_programs(prompts.query.device).any()
 
 
-@pytest.mark.parametrize("room", [0, 70, 10_000])
+@pytest.mark.parametrize("room", [1, 70, 10_000])
 @pytest.mark.parametrize(
     ("lengths", "new", "heads", "page_size", "dtype"),
     [

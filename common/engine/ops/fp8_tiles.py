@@ -22,6 +22,10 @@ CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
 SUMMED = 512
 # Rows up to which a gated product with one accumulator is faster than one with two, and its steps in flight.
 GATED_ROWS, GATED_STAGES = 64, 3
+# Steps in flight of gated products whose programs would otherwise take two turns.
+CROWDED_STAGES = 2
+# Bytes of shared memory that a GPU reserves for each program.
+RESERVED = 1024
 # Depth and number of the steps in flight of the only program of a multiprocessor that adds them up.
 DEEP, DEEP_STAGES = 256, 4
 # Rows up to which these kernels are faster than the library's, with scales per channel and per block.
@@ -46,6 +50,10 @@ class Fp8Tiles(NamedTuple):
     def shared_bytes(self, matrices: int = 1) -> int:
         """Return the maximum bytes of a program; `matrices` is the number of weight tiles that it multiplies."""
         return self.step_bytes(matrices) * self.stages + BARRIER_BYTES
+
+    def at_once(self, processors: int, shared: int) -> int:
+        """Return the number of programs that run at the same time; `shared` is in bytes per program, at most."""
+        return processors * ((shared + RESERVED) // (self.shared_bytes() + RESERVED))
 
     def fitting(self, shared: int, matrices: int = 1) -> Fp8Tiles:
         """Return the tiles with fewer steps in flight if those that were measured do not fit."""
@@ -99,6 +107,11 @@ def choose_fp8_gated_tiles(
     # Twice the columns if nearly every multiprocessor then has one program, and none a second one after it.
     if two.rows == GATED_ROWS and 3 * processors <= 2 * programs <= 4 * processors:
         return one._replace(columns=2 * COLUMNS, warps=8)
+    # A second turn of few programs would take as long as the first, with most multiprocessors idle.
+    crowded = one._replace(stages=CROWDED_STAGES)
+    for tiles in (one, crowded, crowded._replace(columns=2 * COLUMNS, warps=8)):
+        if cdiv(size // 2, tiles.columns) <= tiles.at_once(processors, shared):
+            return tiles
     return one
 
 

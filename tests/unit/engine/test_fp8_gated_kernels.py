@@ -131,6 +131,27 @@ def test_no_program_of_more_columns_waits_for_another(inter: int) -> None:
     assert found.together == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "inter", "columns", "stages"),
+    [
+        (1, 28_672, 64, 2),  # 70B
+        (32, 28_672, 64, 2),
+        (64, 28_672, 128, 2),
+        (16, 25_600, 64, 2),  # Qwen3-32B
+        (16, 25_344, 64, 3),  # 396 programs, three per multiprocessor
+        (64, 18_944, 64, 2),
+        (16, 53_248, 64, 3),  # two turns in any case
+    ],
+)
+def test_programs_that_would_take_two_turns_have_fewer_steps_in_flight(
+    rows: int, inter: int, columns: int, stages: int
+) -> None:
+    found = choose_fp8_gated_tiles(rows, 2 * inter, 8192, False, 132)
+    assert found is not None
+    assert (found.columns, found.stages, found.together) == (columns, stages, 2)
+    assert found.shared_bytes() <= 232_448
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_operation_serves_them(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bias, the product is written before the activation."""
