@@ -34,9 +34,13 @@ EPS = 1e-5
 HEADS = (128256, 32000)  # rows of LM heads: the target's, EAGLE-3's
 SHARED = 225 << 10
 KINDS = [  # (columns, depth, warps, stages)
+    (32, 128, 4, 4),
+    (32, 128, 4, 6),
+    (64, 128, 4, 2),
     (64, 128, 4, 3),
     (64, 128, 4, 4),
     (64, 128, 4, 6),
+    (64, 64, 4, 3),
     (64, 64, 4, 4),
     (64, 64, 4, 6),
     (64, 64, 8, 5),
@@ -73,6 +77,8 @@ SHAPES = {
     "qwen3-4b": Shape(2560, 9728, 4096, 6144),
     "qwen2.5-7b": Shape(3584, 18944, 3584, 4608),
     "qwen3-14b": Shape(5120, 17408, 5120, 7168),
+    "qwen3-32b": Shape(5120, 25600, 8192, 10240),
+    "llama-3.2-3b": Shape(3072, 8192, 3072, 5120),
 }
 
 
@@ -129,9 +135,9 @@ def other_tiles(rows: int, size: int, gated: bool, processors: int, most_parts: 
     for columns, depth, warps, stages in KINDS:
         width = columns * (2 if gated else 1)
         fits = 2 * (room + width) * depth * stages <= SHARED and room * width <= 1 << 15
-        for parts in (1, 2, 3, 4, 8):
+        for parts in (1, 2, 3, 4, 5, 8):
             programs = cdiv(size, width) * parts
-            enough = 2 * processors <= 3 * programs and (parts == 1 or programs <= 2 * processors)
+            enough = 2 * processors <= 3 * programs and (parts == 1 or programs <= 3 * processors)
             if fits and enough and parts <= most_parts:
                 yield Tiles(columns, depth, warps, stages, room, parts)
 

@@ -80,7 +80,11 @@ def choose_tiles(rows: int, size: int, processors: int, shared: int = H200.share
 def choose_gated_tiles(
     rows: int, size: int, processors: int, shared: int = H200.shared_bytes
 ) -> Tiles | None:
-    """Choose tiles for `gated_linear`, whose programs read two tiles of the weight."""
+    """Choose tiles for `gated_linear`, whose programs read two tiles of the weight.
+
+    If many multiprocessors would idle in the third turn, programs have fewer bytes in flight, so that three share a
+    multiprocessor and all run at once.
+    """
     if rows > MAX_ROWS:
         return None
     if rows > MAX_ROWS // 2:
@@ -89,6 +93,12 @@ def choose_gated_tiles(
         tiles = Tiles(COLUMNS, STEP, 4, 4)
     programs = cdiv(size // 2, tiles.columns)
     fitting = tiles.of_rows(rows).with_stages(tiles.stages, shared, matrices=2)
+    if FEW < rows <= MAX_ROWS // 2 and fitting is not None:
+        small = fitting._replace(depth=STEP // 2, stages=ENOUGH)
+        at_once = fitting.at_once(processors, 2, shared)
+        sparse = programs < 0.8 * at_once * cdiv(programs, at_once)
+        if sparse and 2 * at_once < programs <= small.at_once(processors, 2, shared):
+            return small
     return _if_busy(fitting, programs, processors, shared, matrices=2)
 
 

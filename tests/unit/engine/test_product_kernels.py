@@ -228,12 +228,30 @@ def test_of_many_programs_two_share_a_processor(rows: int) -> None:
         (129, 6144, False),  # bound by arithmetic
         (129, 28672, True),
         (128, 128256, False),
-        (64, 2 * 17408, True),  # 272 programs on 132 processors: the last 8 would run by themselves
         (128, 2 * 18944, True),
     ],
 )
 def test_what_is_left_to_the_library(rows: int, size: int, gated: bool) -> None:
     assert (choose_gated_tiles if gated else choose_tiles)(rows, size, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "inter", "shared"),
+    [
+        (64, 17_408, True),  # Qwen3-14B: 272 programs on 132 processors; the last 8 would run by themselves
+        (32, 18_944, True),
+        (17, 17_920, True),
+        (16, 17_408, False),
+        (64, 14_336, False),  # two turns
+        (64, 24_576, False),  # three turns, of which the last is nearly full
+        (64, 25_600, False),  # 400 programs: four turns, and too many for three per processor
+    ],
+)
+def test_gated_programs_of_more_than_two_turns_share_processors(rows: int, inter: int, shared: bool) -> None:
+    tiles = choose_gated_tiles(rows, 2 * inter, H200)
+    assert tiles is not None
+    assert (tiles.depth, tiles.stages) == ((64, 3) if shared else (128, 4))
+    assert tiles.at_once(H200, 2) == (3 * H200 if shared else H200)
 
 
 @pytest.mark.parametrize("count", [1, 4])
