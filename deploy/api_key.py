@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -22,6 +23,7 @@ from common.config.api_keys import read_api_keys
 from common.errors import ConfigError
 from common.file_lock import lock
 from common.messages.generation import MAX_PRIORITY
+from common.resolved_path import resolved_path
 
 EXIT_REFUSED = 2
 EXPIRES = "--expires"
@@ -89,7 +91,9 @@ def append(file: Path, entry: dict[str, Any], expires: str | None) -> tuple[ApiK
     line = "- " + msgspec.json.encode(entry).decode()  # JSON is a subset of YAML
     if expires is not None:
         line = f"{line[:-1]}, expires: {expires}}}"
-    file = file.resolve()
+    file = resolved_path(file)
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -10,6 +10,7 @@ from common.config.http_exposure import admin_address
 from common.config.load import Resolved
 from common.config.run_directory import ADMIN, MAX_SOCKET_BYTES, run_directory
 from common.errors import ConfigError
+from common.resolved_path import resolved_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ def admin_listeners(resolved: Resolved, to_write: bool = True) -> AdminListeners
     if not admin.startswith("unix:"):
         return AdminListeners(run_directory(resolved, to_write) / f"{ADMIN}.sock", admin_address(admin))
     path = Path(os.path.expanduser(admin.removeprefix("unix:")))
-    path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
+    path = path if path.is_absolute() else resolved_path(resolved.file.parent / path)
     if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
         raise ConfigError(
             "router.admin", f"{path} has more than {MAX_SOCKET_BYTES} bytes; choose a shorter path"

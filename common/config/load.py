@@ -29,6 +29,7 @@ from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 from common.messages.identity import ROLES
 from common.node_names import FOUND
+from common.resolved_path import resolved_path
 from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
 ADDRESS = re.compile(
@@ -94,7 +95,7 @@ class Resolved:
     def relative(self, text: str) -> Path:
         """Resolve a path of the cluster file, which is relative to the file's directory."""
         path = Path(os.path.expanduser(text))
-        return path if path.is_absolute() else (self.file.parent / path).resolve()
+        return path if path.is_absolute() else resolved_path(self.file.parent / path)
 
     def rows(self) -> Iterator[tuple[str, object, str]]:
         """Yield (path, value, origin) of every key, in schema order."""
@@ -109,7 +110,7 @@ def load_cluster(
 
     Raises ConfigError with the key's path and the remedy.
     """
-    file = Path(file).resolve()
+    file = resolved_path(Path(file))
     data = read_mapping(file)
     schema = cluster_schema()
     refuse_unknown(schema, data)
@@ -164,13 +165,16 @@ def _origin(path: str, given: Mapping[str, str], default: str) -> str:
 
 
 def _check_roots(resolved: Resolved) -> None:
-    roots = [resolved.relative(root).resolve() for root in resolved.cluster.model.allowed_roots]
+    roots = [resolved_path(resolved.relative(root)) for root in resolved.cluster.model.allowed_roots]
     places = (("model.path", resolved.model_path), ("speculation.draft_model_path", resolved.draft_path))
-    for key, path in places:
-        if roots and path is not None and not any(path.resolve().is_relative_to(root) for root in roots):
+    for key, given in places:
+        if not roots or given is None:
+            continue
+        path = resolved_path(given)
+        if not any(path.is_relative_to(root) for root in roots):
             raise ConfigError(
                 key,
-                f"{path.resolve()} is in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
+                f"{path} is in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
                 "or add its directory",
             )
 

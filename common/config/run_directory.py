@@ -12,6 +12,7 @@ from common.config.node_entries import own_peer_address
 from common.config.router_processes import derived_addresses, names_of, router_name
 from common.config.schema import PrefillNodeEntry
 from common.errors import ConfigError
+from common.resolved_path import resolved_path
 
 KEY = "process.run_dir"
 ADMIN = "router.admin"  # name of the router's admin socket; no node has this name, since node names contain no dots
@@ -37,7 +38,7 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
             path = runtime_base() / f"{resolved.file.stem[:24]}-{tag}"
         else:
             path = Path(os.path.expanduser(configured))
-            path = path if path.is_absolute() else (resolved.file.parent / path).resolve()
+            path = path if path.is_absolute() else resolved_path(resolved.file.parent / path)
         _own(path, follow=configured != "auto")
     except OSError as error:
         raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
@@ -71,7 +72,7 @@ def runtime_base() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     private = runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022
     # A cluster may outlive the login of its user, and its sockets and files must, too.
-    if private and runtime.resolve().parent != LOGIN_DIRECTORIES:
+    if private and resolved_path(runtime).parent != LOGIN_DIRECTORIES:
         return runtime
     base = Path(f"/tmp/tandem-{os.getuid()}")  # even if sudo or su kept another user's XDG_RUNTIME_DIR
     _own(base, follow=False, remedy=BASE_REMEDY)

@@ -21,6 +21,7 @@ from common.config.http_exposure import is_loopback
 from common.config.router_processes import router_name
 from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
+from common.resolved_path import resolved_path
 
 ROUTER = "router"
 MOVABLE = "deploy.movable_node"
@@ -133,7 +134,7 @@ def main(
 ) -> None:
     """Write the cluster file of a job and print where each process runs."""
     try:
-        if out.resolve().parent != base.resolve().parent:
+        if resolved_path(out).parent != resolved_path(base).parent:
             raise ConfigError(str(out), f"must be in the folder of {base}, to which its paths are relative")
         routers = load_cluster(base).cluster.router.processes
         placed = place(list(read_hosts(hosts)), Wanted(prefill, decode, movable, routers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -62,6 +63,15 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         assert run(name, link).exit_code == 0
     assert link.is_symlink()
     assert [key.id for key in read_api_keys(real)] == ["a", "b"]
+
+
+def test_a_loop_of_links_is_refused_and_stays(tmp_path: Path) -> None:
+    link = tmp_path / "keys.yaml"
+    link.symlink_to(link.name)
+    result = run("a", link)
+    assert result.exit_code == 2
+    assert os.strerror(errno.ELOOP) in result.stderr
+    assert link.is_symlink()
 
 
 @pytest.mark.parametrize("before", ["# ours\n  - ", "  -   ", "---\n- "])

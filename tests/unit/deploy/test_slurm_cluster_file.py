@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,10 @@ def test_the_batch_script_refuses_to_run_without_slurm() -> None:
         done = subprocess.run(["bash", script, *words], capture_output=True, text=True, check=False, env={})
         assert done.returncode == 2
         assert said in done.stderr
+
+
+def test_a_file_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").symlink_to("job.yaml")
+    result = write(tmp_path, "job.yaml")
+    assert result.exit_code == 2
+    assert os.strerror(errno.ELOOP) in result.output
