@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
-from common.engine.ops.converted_pages import MIN_TOKENS
+from common.engine.ops.converted_attention import MIN_BATCH_TOKENS
 from common.engine.ops.extend_attention import kernel_counts
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_reads
@@ -52,7 +52,7 @@ class PromptAttention(PagedAttention):
         sizes = heads, kv_heads, head_dim
         # `hopper_extend` has two kernels: with 1 token it divides keys, and with the most tokens it usually does not.
         counts = 1, max_tokens, sizes, dtype.itemsize, pool.device
-        steps = {1, max_tokens, *kernel_counts(*counts), *kernel_counts(MIN_TOKENS + 1, *counts[1:])}
+        steps = {1, max_tokens, *kernel_counts(*counts), *kernel_counts(MIN_BATCH_TOKENS + 1, *counts[1:])}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.converted_pages import MIN_TOKENS, converted_pages_triton
+from common.engine.ops.converted_pages import converted_pages_triton
 from common.engine.ops.extend_attention import extend_cuda, extend_reference, extend_triton
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.registration import register_op
 
+# Batches of up to so many tokens read FP8 pages as they are: what the launches of a conversion cost would be more than
+# it gains, except after thousands of cached tokens.
+MIN_BATCH_TOKENS = 128
 # The most bytes of one layer's converted pages; WORKING_BYTES of common.node.memory includes them.
 CONVERTED_BYTES = 256 << 20
 
 
 def converts(tokens: int, plane: Tensor, window: int | None) -> bool:
     """Return whether `converted_attention` computes a batch of `tokens` new tokens over planes like this one."""
-    return plane.dtype is FP8 and window is None and tokens > MIN_TOKENS
+    return plane.dtype is FP8 and window is None and tokens > MIN_BATCH_TOKENS
 
 
 def room_for_pages(page: torch.Size, page_table: Tensor, dtype: torch.dtype) -> int:

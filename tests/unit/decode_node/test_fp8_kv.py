@@ -71,7 +71,7 @@ def test_pages_that_are_converted_once(chunk: int, monkeypatch: pytest.MonkeyPat
         counts.append(len(query))
         return converted_attention(query, *rest)
 
-    monkeypatch.setattr(conversion, "MIN_TOKENS", 4)
+    monkeypatch.setattr(conversion, "MIN_BATCH_TOKENS", 4)
     monkeypatch.setattr(paged, "converted_attention", counted)
     with NodeCluster(Shape(kv=KV, chunk_tokens=chunk, page_size=4)) as cluster:
         expect(cluster, [prompt_of(65)])

@@ -14,6 +14,7 @@ from common.engine.ops import converted_attention as conversion
 from common.engine.ops import converted_pages as pages
 from common.engine.ops.converted_attention import (
     CONVERTED_BYTES,
+    MIN_BATCH_TOKENS,
     converted_attention,
     converted_attention_cuda,
     converts,
@@ -33,7 +34,7 @@ from tests.fakes.pools import attention_planes, empty_pool
 from tests.unit.engine.scattered_cache import Cache
 
 SCALES = 0.25, 2.0
-LONG = pages.MIN_TOKENS + 1
+LONG = MIN_BATCH_TOKENS + 1
 
 needs_interpreter = pytest.mark.skipif(
     tl is None or torch.cuda.is_available(), reason="needs Triton's interpreter; a GPU runs tests/gpu"
