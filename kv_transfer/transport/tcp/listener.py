@@ -20,7 +20,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         listener = socket.create_server((own, port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
             "decode.nodes",
             f"cannot listen for pages at {host}, port {port or 'any'}: {reason}; give the node an address of its host "

@@ -273,3 +273,12 @@ def test_where_pages_cannot_arrive_is_a_config_error(names: Names, found: list[s
         ConfigError, match=f"at tandem-decode, port any: {reason}.*; give the node an address of"
     ):
         listening_socket("tandem-decode", 0)
+
+
+def test_an_error_without_a_number_is_the_reason_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> list[Entry]:
+        raise TimeoutError("the lookup timed out")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(ConfigError, match="port any: the lookup timed out; give"):
+        listening_socket("tandem-decode", 0)
