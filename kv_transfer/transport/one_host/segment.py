@@ -24,6 +24,14 @@ from kv_transfer.transport.one_host import process
 
 SHM_DIR = Path("/dev/shm")
 
+_ENLARGE = "enlarge it (docker: --shm-size, Kubernetes: an emptyDir of medium Memory)"
+# What helps where no file can be created, besides another transport.
+_REMEDIES = {
+    errno.ENOENT: "mount a tmpfs there, or ",
+    errno.EROFS: "mount it writable, or ",
+    errno.EACCES: "let this user write there (chmod 1777), or ",
+    errno.ENOSPC: f"remove files there, {_ENLARGE}, or ",
+}
 _NAME = re.compile(r"tandem\.(\d+)\.(\d+)\.(\d+)\.(\d+)\.([0-9a-f]{32})\.(kv|records)")
 
 
@@ -50,10 +58,9 @@ def create(name: str, nbytes: int) -> mmap.mmap:
     except OSError as error:
         if error.errno in EXHAUSTED:
             raise
+        remedy = _REMEDIES.get(error.errno or 0, "")
         raise ConfigError(
-            "",
-            f"{SHM_DIR} takes no KV pages ({error.strerror}): mount a tmpfs there to which this user may write, or use "
-            "the tcp transport",
+            "", f"{SHM_DIR} takes no KV pages ({error.strerror or error}): {remedy}use the tcp transport"
         ) from None
     try:
         # Without the reservation, a full /dev/shm kills this process at first touch.
@@ -72,8 +79,8 @@ def create(name: str, nbytes: int) -> mmap.mmap:
             raise
         raise ConfigError(
             "",
-            f"{SHM_DIR} has no room for {nbytes >> 20} MiB of KV pages: enlarge it (docker: --shm-size, "
-            "Kubernetes: an emptyDir of medium Memory), lower the number of pages, or use the tcp transport",
+            f"{SHM_DIR} has no room for {nbytes >> 20} MiB of KV pages: {_ENLARGE}, lower the number of pages, or use "
+            "the tcp transport",
         ) from None
     finally:
         os.close(fd)

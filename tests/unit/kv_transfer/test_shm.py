@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
+import re
 import resource
 import secrets
 import signal
@@ -227,13 +229,30 @@ def test_a_limit_of_file_sizes_is_named() -> None:
     assert not list(shm_segment.SHM_DIR.glob(f"*{incarnation}*"))
 
 
-def test_a_directory_of_segments_that_is_missing_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOENT, "mount a tmpfs there, or use the tcp transport"),
+        (errno.EROFS, "mount it writable, or use the tcp transport"),
+        (errno.EACCES, "let this user write there (chmod 1777), or use the tcp transport"),
+        (errno.ENOSPC, "remove files there, enlarge it (docker: --shm-size, "),
+        (errno.ENOTDIR, "use the tcp transport"),
+        (errno.EIO, "use the tcp transport"),
+    ],
+)
+def test_a_segment_that_cannot_be_created_is_a_sentence_with_the_remedy_that_fits(
+    monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
 ) -> None:
-    monkeypatch.setattr(shm_segment, "SHM_DIR", tmp_path / "none")
-    with pytest.raises(
-        ConfigError, match=r"none takes no KV pages \(No such file or directory\): mount a tmpfs there"
-    ):
+    really_open = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if isinstance(path, Path) and path.parent == shm_segment.SHM_DIR:
+            raise OSError(number, os.strerror(number))
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    said = f"takes no KV pages ({os.strerror(number)}): {remedy}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
         ShmReceiver(secrets.token_hex(16)).allocate(Region.KV, 4096)
 
 
