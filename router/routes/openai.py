@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from aiohttp import web
+from msgspec import structs
 
 from common.errors import InvalidRequest
 from common.messages.generation import ThinkingLimit
@@ -245,6 +246,10 @@ class OpenAiRoutes:
         reasons = False
         limit: ThinkingLimit | None = None
         length = prompt_length(body, model.max_model_len)
+        if own is not None:
+            # What all prompts have to meet; each is checked with its own fields below.
+            least = min(each.min_answer_tokens for each in own.bodies)
+            length = structs.replace(length, min_answer_tokens=least)
         encoded = await self._encoded(given, body, length)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):

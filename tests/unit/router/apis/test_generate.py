@@ -443,6 +443,25 @@ async def test_a_prompt_is_scored_without_an_answer(rig: Rig) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 0}
 
 
+@pytest.mark.parametrize("first", [0, 3])
+async def test_each_text_leaves_room_for_its_own_answer(rig: Rig, tokenizer: Tokenizer, first: int) -> None:
+    text = "Hello"
+    while (missing := SERVED.max_model_len - len(tokenizer.encode(text, True))) > 0:
+        text += "," * missing
+    rig.generator.will(scored(*tokenizer.encode(text, True)))
+    items = [{"max_new_tokens": first}, {"max_new_tokens": 0}]
+    body = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": items}
+    status, answer, _ = await rig.post("/generate", {**body, "text": ["Hello", text]})
+    assert status == 200, answer
+    assert answer[1]["meta_info"]["prompt_tokens"] == SERVED.max_model_len
+    items.reverse()
+    status, answer, _ = await rig.post("/generate", {**body, "text": [text, "Hello"]})
+    assert status == 200, answer
+    items[0]["max_new_tokens"] = 1
+    status, answer, _ = await rig.post("/generate", {**body, "text": [text, "Hello"]})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
