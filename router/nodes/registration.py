@@ -169,7 +169,12 @@ def peer_address(name: str, expected: str, reported: str) -> str:
 
 
 def _same_host(expected: str, reported: str) -> bool:
-    """Compare an IP address that a node has bound with the file's host. A host name is not resolved here."""
+    """Compare an IP address that a node has bound, or the name that it was given, with the file's host.
+
+    A name is not resolved here.
+    """
+    if reported == expected != OWN:
+        return True
     try:
         found = ipaddress.ip_address(reported.strip("[]"))
     except ValueError:

@@ -116,6 +116,9 @@ def test_a_registration_has_a_size(rules: RegistrationRules) -> None:
         ("tcp://[::1]:0", "tcp://[::1]:7000", "tcp://[::1]:7000"),
         # Decode nodes resolve a host name: what the node has bound does not matter.
         ("tcp://node-7:7000", "tcp://10.0.0.7:7000", "tcp://node-7:7000"),
+        # Publishers of KV events report what the file says.
+        ("tcp://node-7:7000", "tcp://node-7:7000", "tcp://node-7:7000"),
+        ("tcp://localhost:7000", "tcp://localhost:7000", "tcp://localhost:7000"),
         ("ipc:///run/p.sock", "ipc:///run/p.sock", "ipc:///run/p.sock"),
     ],
 )
@@ -135,6 +138,7 @@ def test_decode_nodes_are_told_the_address_of_the_cluster_file(
         ("tcp://node-7:7000", "tcp://10.0.0.7:7001"),
         ("tcp://node-7:7000", "tcp://elsewhere:7000"),
         ("tcp://[::1]:0", "tcp://[::2]:7000"),
+        ("tcp://own:7000", "tcp://own:7000"),
     ],
 )
 def test_another_address_is_refused(expected: str, reported: str) -> None:
