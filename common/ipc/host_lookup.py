@@ -141,6 +141,14 @@ def host_of(address: str) -> Host:
     return FixedHost(address) if name is None else HostLookup(name, address.rpartition(":")[2])
 
 
+def listener_of(address: str) -> Host:
+    """Return what gives the address at which the host of `address` listens: see `listening_host`."""
+    name = _name_of(address)
+    if name is None:
+        return FixedHost(address)
+    return HostLookup(name, address.rpartition(":")[2], lambda name: [listening_host(name)])
+
+
 def _name_of(address: str) -> str | None:
     """Return the name that has to be looked up for a ZMQ address; None if there is none."""
     if not address.startswith("tcp://"):

@@ -12,6 +12,7 @@ any other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import zmq
 
 from common.errors import HandshakeRefused, ProtocolError
 from common.ipc.curve import is_ipv6
+from common.ipc.host_lookup import Host, listener_of
 from common.kv_events.wire import SEQUENCE_BYTES, Batch, decode, sequence_of
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
@@ -29,6 +31,7 @@ from router.nodes.reported_blocks import ReportedBlocks
 
 TURN_SECONDS = 0.05
 LOOK_SECONDS = 0.25  # between two looks at which nodes there are
+LOOKUP_SECONDS = 5.0  # between two lookups of the name of a host that is not found
 MESSAGES_PER_TURN = 20  # of one socket
 READ_SECONDS = 0.01  # after which a turn reads no further message of a socket
 REST = 4  # seconds in which a node is not read, per second that reading it has taken
@@ -64,8 +67,12 @@ class _Followed:
     sink: _Sink
     feed: EventFeed
     events: Socket
-    replay_address: str
+    events_host: Host
+    replay_host: Host
+    looked_up_at: float
+    connected_to: str | None = None  # address of `events`; None while no address is known
     replay: Socket | None = None  # of the latest question
+    answers: bool = True  # the latest question has been answered, or there was none
     rests_until: float = 0.0
 
 
@@ -134,8 +141,9 @@ class EventReader:
         for each in [*nodes[first:], *nodes[:first]]:
             feed = each.feed
             more |= self._read(each, ready)
-            if (start := feed.question()) is not None:
-                self._ask(each, start)
+            replay = self._connect(each)
+            if replay is not None and (start := feed.question()) is not None:
+                self._ask(each, replay, start)
             left -= feed.deliver(each.sink, left)
             more |= feed.backlog > 0
             self._note(each)
@@ -174,13 +182,14 @@ class EventReader:
             return None
         if addresses is None:
             return None
-        events = self._connected(zmq.SUB, addresses[0])
+        events = self._socket(zmq.SUB)
         events.subscribe(b"")
         self._poller.register(events, zmq.POLLIN)
-        feed = EventFeed(self._block_tokens, self._clock)
-        return _Followed(_Sink(self._reported, node), feed, events, addresses[1])
+        sink, feed = _Sink(self._reported, node), EventFeed(self._block_tokens, self._clock)
+        hosts = listener_of(addresses[0]), listener_of(addresses[1])
+        return _Followed(sink, feed, events, hosts[0], hosts[1], self._clock())
 
-    def _connected(self, kind: int, address: str) -> Socket:
+    def _socket(self, kind: int) -> Socket:
         assert self._context is not None, "open it first"
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
@@ -189,14 +198,41 @@ class EventReader:
         # A node may publish where this router cannot connect: the attempts become rare.
         socket.setsockopt(zmq.RECONNECT_IVL, 500)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 30_000)
-        socket.setsockopt(zmq.IPV6, is_ipv6(address))
-        socket.connect(address)
         return socket
 
-    def _ask(self, node: _Followed, start: int) -> None:
+    def _connect(self, node: _Followed) -> str | None:
+        """Read events from where the node publishes now; return where it answers, None while that is not known."""
+        events, replay = node.events_host.next(), node.replay_host.next()
+        if events is None or replay is None:
+            self._look_up_again(node)
+            return None
+        if events != node.connected_to:
+            if node.connected_to is not None:
+                with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has given the connection up
+                    node.events.disconnect(node.connected_to)
+            _connect(node.events, events)
+            node.connected_to = events
+        return replay
+
+    def _look_up_again(self, node: _Followed) -> None:
+        now = self._clock()
+        if now - node.looked_up_at < LOOKUP_SECONDS:
+            return
+        node.looked_up_at = now
+        self._failed.warning(node.sink.node.name, node.events_host.problem or node.replay_host.problem)
+        node.events_host.ask()
+        node.replay_host.ask()
+
+    def _ask(self, node: _Followed, address: str, start: int) -> None:
         """Send a question on a new socket, on which no earlier answer can arrive."""
         self._close_replay(node)
-        node.replay = self._connected(zmq.DEALER, node.replay_address)
+        if not node.answers:
+            # The host may have another address by now, for the next question.
+            node.events_host.ask()
+            node.replay_host.ask()
+        node.answers = False
+        node.replay = self._socket(zmq.DEALER)
+        _connect(node.replay, address)
         self._poller.register(node.replay, zmq.POLLIN)
         node.replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
 
@@ -240,6 +276,7 @@ class EventReader:
                 _, *frames = node.replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
+            node.answers = True
             if len(frames) == 3 and not frames[2]:
                 node.feed.ended()
                 self._close_replay(node)
@@ -269,3 +306,8 @@ class EventReader:
             following.discard(incarnation)
         if gaps := node.feed.take_gaps():
             self._count_gaps(gaps)
+
+
+def _connect(socket: Socket, address: str) -> None:
+    socket.setsockopt(zmq.IPV6, is_ipv6(address))
+    socket.connect(address)

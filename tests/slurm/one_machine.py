@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.fakes.free_ports import free_ports
 from tests.fakes.waiting import PATIENCE
 
 HOSTS = ("n1", "n2", "n3")
@@ -43,16 +44,6 @@ KillWait=10
 PartitionName=all Nodes={names} Default=YES State=UP MaxTime=INFINITE
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class OneMachineSlurm:

@@ -25,7 +25,8 @@ import yaml
 
 from common.config import load_cluster
 from common.config.admin_listener import admin_listeners
-from tests.slurm.one_machine import OneMachineSlurm, free_ports, wait_for
+from tests.fakes.free_ports import free_ports
+from tests.slurm.one_machine import OneMachineSlurm, wait_for
 
 pytestmark = pytest.mark.skipif(os.environ.get("TANDEM_SLURM") != "1", reason="set TANDEM_SLURM=1")
 

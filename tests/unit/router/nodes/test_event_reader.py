@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +23,11 @@ from common.kv_events.publisher import KvEventPublisher
 from common.kv_events.wire import GPU, Batch, decode, encode
 from common.observability.logs import Log
 from router.nodes import event_feed, event_reader
-from router.nodes.event_reader import LOOK_SECONDS, EventReader
+from router.nodes.event_reader import LOOK_SECONDS, LOOKUP_SECONDS, EventReader
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.nodes.registry import Node
+from tests.fakes.free_ports import free_ports
+from tests.fakes.ipv6 import needs_ipv6
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.nodes.test_cache_aware import Fleet
 
@@ -34,15 +37,16 @@ PAGE = 64
 class Rig:
     """A router with one prefill node that publishes, and one that does not."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, events: str, replay: str) -> None:
+        """Events and answers come from these addresses."""
         self.spent = 0.0  # seconds that reading has taken besides
         self.stands_at: float | None = None  # when the clock was stopped
         self.fleet = Fleet("cache_events", 2)
         self.gaps: list[int] = []
         self.node, self.other = self.fleet.node("p000"), self.fleet.node("p001")
         self.plan = KvEventsPlan(
-            address=f"ipc://{directory}/pub",
-            replay_address=f"ipc://{directory}/replay",
+            address=events,
+            replay_address=replay,
             topic="kv@p000@tiny",
             block_tokens=PAGE,
             token_ids=True,
@@ -100,7 +104,37 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
+    made = Rig(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay")
+    yield made
+    made.close()
+
+
+class Names:
+    """A DNS server whose answers the test sets."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.asked: list[str] = []
+
+    def getaddrinfo(self, name: str, *_: object, **__: object) -> list[Any]:
+        found = self.addresses
+        self.asked.append(name)
+        if not found:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_UNSPEC, socket.SOCK_STREAM, 6, "", (each, 0)) for each in found]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    made = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", made.getaddrinfo)
+    return made
+
+
+@pytest.fixture
+def named(names: Names) -> Iterator[Rig]:
+    """A node whose address has the name of its host."""
+    made = Rig(*(f"tcp://tandem-prefill:{port}" for port in free_ports(2)))
     yield made
     made.close()
 
@@ -117,6 +151,52 @@ def test_what_a_node_held_before_and_what_it_says_later_is_known(rig: Rig) -> No
     rig.cache.evict(1)
     rig.turns_until("no second eviction", lambda: rig.cached(later) == 0)
     assert rig.reported.following == {rig.node.incarnation}, "the other one publishes nothing"
+
+
+@pytest.mark.parametrize(
+    "addresses", [pytest.param(["::1"], marks=needs_ipv6), ["127.0.0.1"], ["::1", "127.0.0.1"]]
+)
+def test_a_node_is_found_by_the_name_of_its_host(named: Rig, names: Names, addresses: list[str]) -> None:
+    """It listens at its IPv4 address, or at its IPv6 address if it has no other."""
+    names.addresses = addresses
+    named.publisher.start()
+    before = named.insert(1)
+    named.turns_until("no snapshot", lambda: named.follows and named.cached(before) == PAGE)
+    later = named.insert(2)
+    named.turns_until("no event", lambda: named.cached(later) == PAGE)
+
+
+def test_a_name_that_is_not_found_yet_is_looked_up_again(
+    named: Rig, names: Names, caplog: pytest.LogCaptureFixture
+) -> None:
+    names.addresses = ["127.0.0.1"]
+    named.publisher.start()
+    prompt = named.insert(1)
+    names.addresses = []
+    named.turns_until("not looked up", lambda: len(names.asked) >= 4)
+    named.spent += LOOKUP_SECONDS
+    named.turns_until("not told", lambda: "name resolution" in said(caplog))
+    names.addresses = ["127.0.0.1"]
+    named.spent += LOOKUP_SECONDS
+    named.turns_until("not followed", lambda: named.follows and named.cached(prompt) == PAGE)
+
+
+def test_a_host_that_does_not_answer_is_looked_up_again(named: Rig, names: Names) -> None:
+    names.addresses = ["127.0.0.1"]
+    named.publisher.start()
+    prompt = named.insert(1)
+    names.addresses = ["127.0.0.2"]
+    named.reader.turn()
+    named.turns_until("not looked up", lambda: len(names.asked) >= 4)
+    names.addresses = ["127.0.0.1"]
+
+    def follows() -> bool:
+        named.spent += 0.2
+        return named.follows and named.cached(prompt) == PAGE
+
+    named.turns_until("not followed", follows)
+    later = named.insert(2)
+    named.turns_until("no event", lambda: named.cached(later) == PAGE)
 
 
 def test_a_gap_is_filled(rig: Rig) -> None:
