@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deploy.cluster_options import down_line
-from deploy.process_table import Table
+from deploy.process_table import Table, read_table
 
 
 def other_cluster(table: Table | None, file: Path, overrides: Iterable[str]) -> str:
@@ -26,3 +26,9 @@ def other_cluster(table: Table | None, file: Path, overrides: Iterable[str]) -> 
         f"the run directory is in use by the cluster of {table.cluster} (pid {table.supervisor.pid}), which "
         f"{down_line(table.cluster, overrides)} stops"
     )
+
+
+def require_own_cluster(run_dir: Path, file: Path, overrides: Iterable[str]) -> None:
+    """Raise ConnectionError if what answers in the run directory is the cluster of another file than `file`."""
+    if other := other_cluster(read_table(run_dir), file, overrides):
+        raise ConnectionError(other)

@@ -35,6 +35,7 @@ from deploy.admin_client import MAX_ANSWER_BYTES, ask
 from deploy.cluster_options import Overrides, Port, with_port
 from deploy.cluster_sample import ClusterSample, Fetch, read_sample
 from deploy.openai_client import api_base, authorization
+from deploy.other_cluster import require_own_cluster
 from deploy.prepare import cluster_file_of
 from deploy.process_table import Table, read_table
 from deploy.terminal_text import printable
@@ -71,8 +72,12 @@ def over_http(url: str, api_key: str | None, path: str) -> bytes:
         raise
 
 
-def over_admin_socket(socket: Path, path: str) -> bytes:
-    """Ask the router of this host for a path. Raises OSError or HTTPException if it does not answer."""
+def over_admin_socket(socket: Path, check: Callable[[], None], path: str) -> bytes:
+    """Ask the router of this host for a path. Raises OSError or HTTPException if it does not answer.
+
+    `check` raises OSError if another cluster answers there.
+    """
+    check()
     try:
         return ask(socket, "GET", path, timeout=ANSWER_SECONDS)[1]
     except (FileNotFoundError, ConnectionRefusedError):
@@ -105,7 +110,9 @@ def source(
         raise FileNotFoundError(f"deploy/up {target} has not been run")
     resolved = load_cluster(file, values)
     socket = admin_listeners(resolved, to_write=False).socket
-    return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))
+    run_dir = run_directory(resolved, to_write=False)
+    check = partial(require_own_cluster, run_dir, resolved.file, values)
+    return partial(over_admin_socket, socket, check), partial(read_table, run_dir)
 
 
 def watch(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from yarl import URL
 
 from common.config import load_cluster
 from common.config.admin_listener import admin_listeners
+from common.config.run_directory import run_directory
 from common.errors import ConfigError, NoAnswer
 from common.kubernetes_api import read_body
 from common.messages.identity import Role
 from deploy.cluster_sample import ClusterSample, read_sample
 from deploy.openai_client import api_base, authorization
+from deploy.other_cluster import require_own_cluster
 from deploy.prepare import cluster_file_of
 
 ANSWER_SECONDS = 5.0
@@ -35,10 +38,14 @@ class Routers:
     def __init__(self, target: str, api_key: str | None) -> None:
         """`target`: a cluster file, model directory or URL. Raises ConfigError."""
         self._socket: Path | None = None
+        # Raises OSError if another cluster answers at the socket.
+        self._check: Callable[[], None] | None = None
         self._headers = authorization(api_key)
         if "://" not in target:
             resolved = load_cluster(cluster_file_of(target))
             self._socket = admin_listeners(resolved, to_write=False).socket
+            run_dir = run_directory(resolved, to_write=False)
+            self._check = partial(require_own_cluster, run_dir, resolved.file, ())
             self._base = URL("http://localhost")
             return
         self._base = URL(api_base(target).removesuffix("/v1"))
@@ -94,6 +101,8 @@ class Routers:
         return await asyncio.to_thread(read_sample, bodies.__getitem__, at)
 
     async def _ask(self, method: str, base: URL, path: str, body: Any, seconds: float) -> tuple[int, bytes]:
+        if self._check is not None:
+            await asyncio.to_thread(self._check)
         connector = None if self._socket is None else aiohttp.UnixConnector(str(self._socket))
         headers = {**self._headers, "Host": self._base.authority}
         async with (

@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from common.process_entry import entry
-from deploy import cli
+from deploy import cli, top_cli
+from deploy.planning.routers import Routers
 from deploy.process_table import Table, write_table
 
 RUNNER = CliRunner()
@@ -52,6 +54,23 @@ def test_the_cluster_of_another_file_is_named_and_left_alone(
     said = " ".join(result.stderr.split())
     assert result.exit_code == code
     assert f"in use by the cluster of {first} (pid {os.getpid()}), which deploy/down {first} stops" in said
+
+
+def test_the_cluster_of_another_file_is_not_shown(files: tuple[Path, Path]) -> None:
+    first, second = files
+    app = typer.Typer()
+    app.command()(top_cli.run)
+    result = RUNNER.invoke(app, [str(second)])
+    assert result.exit_code == 1
+    assert f"in use by the cluster of {first} (pid {os.getpid()})" in " ".join(result.stderr.split())
+
+
+async def test_no_role_is_changed_in_the_cluster_of_another_file(files: tuple[Path, Path]) -> None:
+    first, second = files
+    routers = Routers(str(second), None)
+    for asked in (routers.read(), routers.change_role("decode-0", "prefill", 1.0)):
+        with pytest.raises(ConnectionError, match=f"in use by the cluster of {first} "):
+            await asked
 
 
 def test_the_cluster_of_a_file_that_was_renamed_is_found(files: tuple[Path, Path]) -> None:
