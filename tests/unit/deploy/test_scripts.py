@@ -208,11 +208,12 @@ class Fresh:
 
     def __init__(self, tmp_path: Path, uv: bool, answers: bool) -> None:
         self.root, self.bin, self.asked = tmp_path / "checkout", tmp_path / "bin", tmp_path / "asked"
+        self.unsafe = tmp_path / "unsafe"  # calls that take modules from the current directory
         (self.root / "deploy").mkdir(parents=True)
         shutil.copy2(DEPLOY / "setup", self.root / "deploy" / "setup")
         for name in ("pyproject.toml", "requirements.lock"):
             (self.root / name).touch()
-        note = f'echo "$(basename "$0") $*" >> "{self.asked}"'
+        note = f'echo "$(basename "$0") $*" >> "{self.asked}"; [ "$PYTHONSAFEPATH" ] || echo "$*" >> "{self.unsafe}"'
         fake = f"""{note}
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
@@ -259,6 +260,17 @@ def test_without_a_gpu_the_cpu_build_is_taken_and_reported(tmp_path: Path, uv: b
     assert (fresh.root / ".venv" / ".tandem").exists()
     fresh.asked.unlink()
     assert fresh.run() == ("", [])  # up to date
+
+
+@pytest.mark.parametrize("uv", [False, True])
+def test_what_the_program_imports_is_compiled_and_nothing_is_taken_from_the_current_directory(
+    tmp_path: Path, uv: bool
+) -> None:
+    fresh = Fresh(tmp_path, uv, answers=True)
+    _, asked = fresh.run(PYTHONDONTWRITEBYTECODE="1", PYTHONSAFEPATH="")
+    assert asked[-1] == "python -c import decode_node.build, prefill_node.build, router.build"
+    assert uv or all("--no-compile" in line for line in asked if "pip install" in line)
+    assert not fresh.unsafe.exists()
 
 
 def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
