@@ -10,8 +10,8 @@ from common.engine.ops.extend_attention import extend_cuda, extend_reference, ex
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.registration import register_op
 
-# Batches of up to so many tokens read FP8 pages as they are: the launches of a conversion would cost more than it gains,
-# except after thousands of cached tokens.
+# Batches of up to this many tokens read FP8 pages as they are: a conversion takes two more launches per layer, which
+# pays off only after thousands of cached tokens.
 MIN_BATCH_TOKENS = 128
 # The most bytes of one layer's converted pages; WORKING_BYTES of common.node.memory includes them.
 CONVERTED_BYTES = 256 << 20
