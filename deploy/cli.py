@@ -24,19 +24,17 @@ from rich.table import Table as RichTable
 from common.config import Resolved, load_cluster
 from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
-from common.config.router_processes import names_router
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
-from common.launch_record import launched
 from common.observability.stderr_file import StderrFile, has_room, never_wait_for_readers
 from deploy.children import Child
 from deploy.cluster_options import Overrides, Port, command_line, with_port
 from deploy.detached import REFUSED, SUPERVISOR_LOG, StartRefused, start_detached
 from deploy.disk import disk_problem
-from deploy.launched import elsewhere, end_launched
+from deploy.found_cluster import FoundCluster, find_cluster
+from deploy.launched import NotStopped, stop_launched
 from deploy.other_cluster import other_cluster
 from deploy.prepare import cluster_file_of, prepare
-from deploy.process_table import read_table
 from deploy.router_states import router_states, server_info
 from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
@@ -140,15 +138,18 @@ def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides 
     """Drain and stop a cluster, whether deploy/up started it or the launch scripts did on this host."""
     cluster = _cluster_file(target, missing_exit=0)
     values = with_port(overrides, port)
-    resolved = _load(cluster, values)
-    table = read_table(_run_dir(cluster, resolved))
-    if other := other_cluster(table, resolved.file, values):
+    found = _find(cluster, values)
+    table = found.table
+    if other := other_cluster(table, found.file, values):
         _fail(f"not running; {other}")
     if table is None:
-        _end_launched(resolved, _run_dir(cluster, resolved))
+        try:
+            say(stop_launched(found))
+        except NotStopped as error:
+            _fail(str(error))
         return
     table.supervisor.send(signal.SIGTERM)
-    timeout = 2 * resolved.cluster.health.drain_timeout + 20
+    timeout = 2 * table.drain_timeout + 20
     deadline = time.monotonic() + timeout
     while table.supervisor.alive:
         if time.monotonic() > deadline:
@@ -165,20 +166,18 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     """
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     values = with_port(overrides, port)
-    resolved = _load(cluster, values)
-    run_dir = _run_dir(cluster, resolved)
-    table = read_table(run_dir)
-    if other := other_cluster(table, resolved.file, values):
+    found = _find(cluster, values)
+    table, info = found.table, server_info(found.sockets)
+    if other := other_cluster(table, found.file, values):
         say(f"not running; {other}")
         raise typer.Exit(EXIT_NOT_RUNNING)
     if table is None:
-        info = server_info(resolved)
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
         say(f"not running; {command_line('up', target, values)} starts it")
         raise typer.Exit(EXIT_NOT_RUNNING)
-    routers = router_states(resolved, table.processes)
-    raise typer.Exit(show_status(table, disk_problem(run_dir), server_info(resolved), routers, _output()))
+    routers = router_states(found.run_dir, table.processes)
+    raise typer.Exit(show_status(table, disk_problem(found.run_dir), info, routers, _output()))
 
 
 @app.command(context_settings=HELP)
@@ -320,21 +319,18 @@ def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
         _refuse(cluster, error)
 
 
-def _end_launched(resolved: Resolved, run_dir: Path) -> None:
-    """End what the launch scripts started on this host; say what is left elsewhere."""
-    info, processes = server_info(resolved), launched(run_dir)
-    if not processes and info is None:
-        say("not running")
-        return
-    remaining = end_launched(processes, resolved.cluster.health.drain_timeout + 5)
-    if remaining:
-        _fail(f"did not stop: {', '.join(remaining)}")
-    others = elsewhere(info, processes)
-    if info is not None and not any(names_router(name) for name, _ in processes):
-        others = ["the router", *others]
-    if others:
-        _fail(f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}")
-    say("stopped")
+def _find(cluster: Path, overrides: list[str]) -> FoundCluster:
+    """Return what runs of a cluster file; say so if the file is no longer valid."""
+    try:
+        found = find_cluster(cluster, overrides)
+    except ConfigError as error:
+        _refuse(cluster, error)
+    if found.problem:
+        say(
+            f"{cluster} is no longer valid, so none of its processes can start again: {found.problem}",
+            "yellow",
+        )
+    return found
 
 
 def _output() -> Console:

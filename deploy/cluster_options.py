@@ -9,7 +9,10 @@ from typing import Annotated
 
 import typer
 
+from common.config.keys import ENV_PREFIX
 from common.config.run_directory import KEY as RUN_DIR
+
+RUN_DIR_VARIABLE = ENV_PREFIX + RUN_DIR.replace(".", "_").upper()
 
 Overrides = Annotated[
     list[str] | None,

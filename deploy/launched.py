@@ -10,11 +10,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.config.router_processes import names_router
-from common.errors import ConfigError
+from common.errors import ConfigError, TandemError
 from common.process_entry import Entry
+from deploy.found_cluster import FoundCluster
+from deploy.router_states import server_info
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 POLL_SECONDS = 0.05
+
+
+class NotStopped(TandemError):
+    """Some processes of a cluster still run; the text names them."""
+
+
+def stop_launched(found: FoundCluster) -> str:
+    """End what the launch scripts started on this host and say so. Raises NotStopped if something is left anywhere."""
+    info, processes = server_info(found.sockets), found.launched
+    if not processes and info is None:
+        return "not running"
+    if found.drain_timeout is None:
+        raise NotStopped(
+            "how long they drain is not known; correct the file, or end them with SIGTERM, routers first: "
+            + ", ".join(f"{name} (pid {each.pid})" for name, each in processes)
+        )
+    remaining = end_launched(processes, found.drain_timeout + 5)
+    if remaining:
+        raise NotStopped(f"did not stop: {', '.join(remaining)}")
+    others = elsewhere(info, processes)
+    if info is not None and not any(names_router(name) for name, _ in processes):
+        others = ["the router", *others]
+    if others:
+        raise NotStopped(
+            f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}"
+        )
+    return "stopped"
 
 
 def end_launched(processes: Sequence[tuple[str, Entry]], grace: float) -> list[str]:

@@ -18,21 +18,19 @@ from typing import NamedTuple
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
-from common.config.keys import ENV_PREFIX
 from common.config.kv_events import event_addresses
 from common.config.router_processes import CONTROL
 from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import control_addresses
 from common.errors import ConfigError
 from common.node_names import OWN
-from deploy.cluster_options import down_line
+from deploy.cluster_options import RUN_DIR_VARIABLE, down_line
 
 PROC = Path("/proc")
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
 LEAVE_SECONDS = 5.0  # for which a process that is about to end may still have a port
 POLL_SECONDS = 0.1
 ROUTER_PORT = "router.port"
-RUN_DIR_VARIABLE = ENV_PREFIX + RUN_DIR.replace(".", "_").upper()
 KV_EVENTS = ("first_port", "first_replay_port")
 _TCP = "tcp://"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

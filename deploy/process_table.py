@@ -38,6 +38,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     state: State
     processes: dict[str, ProcessRecord]
+    drain_timeout: float = 30.0  # seconds: health.drain_timeout
     # what the supervisor cannot do now: a full disk, a log that cannot be opened
     problems: list[str] = []
 

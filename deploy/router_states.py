@@ -5,28 +5,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
-from common.config.router_processes import names_of, names_router, router_index
-from common.config.run_directory import own_socket
+from common.config.router_processes import names_of, names_router
+from common.config.run_directory import own_socket_in, run_directory
 from deploy.admin_client import ask
 
 INFO_SECONDS = 5.0
 READY_SECONDS = 2.0
 
 
-def server_info(resolved: Resolved) -> dict[str, Any] | None:
-    """Return /server_info of the first router that answers, the one with the admin socket first; None without any."""
-    try:
-        admin = admin_listeners(resolved, to_write=False).socket
-        # Those of other hosts do not exist on this one.
-        sockets = [admin, *(own_socket(resolved, router_index(name)) for name in names_of(resolved.cluster))]
-    except OSError:
-        return None
+def sockets_of(resolved: Resolved) -> tuple[Path, ...]:
+    """Return the sockets of this host at which routers of a cluster answer. Raises ConfigError."""
+    run_dir = run_directory(resolved)
+    # Those of other hosts do not exist on this one.
+    own = (own_socket_in(run_dir, name) for name in names_of(resolved.cluster))
+    return (admin_listeners(resolved, to_write=False).socket, *own)
+
+
+def server_info(sockets: Iterable[Path]) -> dict[str, Any] | None:
+    """Return /server_info of the first router that answers at one of the sockets; None without any."""
     for socket in sockets:
         with contextlib.suppress(OSError, HTTPException, ValueError):
             _, raw = ask(socket, "GET", "/server_info", timeout=INFO_SECONDS)
@@ -34,17 +37,17 @@ def server_info(resolved: Resolved) -> dict[str, Any] | None:
     return None
 
 
-def router_states(resolved: Resolved, processes: Iterable[str]) -> dict[str, str]:
+def router_states(run_dir: Path, processes: Iterable[str]) -> dict[str, str]:
     """Return the states of the routers among `processes`: up, not ready or does not answer. {} if there is only one."""
     routers = [name for name in processes if names_router(name)]
     if len(routers) < 2:
         return {}
-    return {name: _state(resolved, router_index(name)) for name in routers}
+    return {name: _state(own_socket_in(run_dir, name)) for name in routers}
 
 
-def _state(resolved: Resolved, index: int) -> str:
+def _state(socket: Path) -> str:
     try:
-        status, _ = ask(own_socket(resolved, index), "GET", "/ready", timeout=READY_SECONDS)
+        status, _ = ask(socket, "GET", "/ready", timeout=READY_SECONDS)
     except (OSError, HTTPException):
         return "does not answer"
     return "up" if status == 200 else "not ready"

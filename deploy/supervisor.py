@@ -307,6 +307,7 @@ class Supervisor:
             url=self.url,
             state=state,
             processes={**self._leftovers, **self._watcher.records()},
+            drain_timeout=self._drain,
             problems=self._problems,
         )
         try:

@@ -33,12 +33,7 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
     """
     configured = resolved.cluster.process.run_dir
     try:
-        if configured == "auto":
-            tag = hashlib.sha256(os.fsencode(resolved.file)).hexdigest()[:8]
-            path = runtime_base() / f"{resolved.file.stem[:24]}-{tag}"
-        else:
-            path = Path(os.path.expanduser(configured))
-            path = path if path.is_absolute() else resolved_path(resolved.file.parent / path)
+        path = _place(configured, resolved.file)
         _own(path, follow=configured != "auto")
     except OSError as error:
         raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
@@ -57,6 +52,29 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
             "socket's path; choose a shorter directory",
         )
     return path
+
+
+def existing_run_directory(configured: str, file: Path) -> Path | None:
+    """Return the directory that a value of process.run_dir means for a cluster file; None if it does not exist.
+
+    Raises ConfigError if others own it or can write to it.
+    """
+    try:
+        path = _place(configured, file)
+        if not path.is_dir():
+            return None
+        _own(path, follow=configured != "auto")
+    except OSError as error:
+        raise ConfigError(KEY, f"cannot use {error.filename}: {error.strerror}; set {KEY}") from error
+    return path
+
+
+def _place(configured: str, file: Path) -> Path:
+    if configured == "auto":
+        tag = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
+        return runtime_base() / f"{file.stem[:24]}-{tag}"
+    path = Path(os.path.expanduser(configured))
+    return path if path.is_absolute() else resolved_path(file.parent / path)
 
 
 def unwritable(path: Path, problem: str) -> ConfigError:
@@ -105,7 +123,12 @@ def control_addresses(resolved: Resolved) -> list[str]:
 
 def own_socket(resolved: Resolved, index: int) -> Path:
     """Return the Unix socket of one router process, by which the others of its host ask it."""
-    return run_directory(resolved) / f"{router_name(index)}.own.sock"
+    return own_socket_in(run_directory(resolved), router_name(index))
+
+
+def own_socket_in(run_dir: Path, name: str) -> Path:
+    """Return the Unix socket of the router process of this name."""
+    return run_dir / f"{name}.own.sock"
 
 
 def use_file(resolved: Resolved, index: int) -> Path:

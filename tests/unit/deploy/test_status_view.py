@@ -12,11 +12,11 @@ from aiohttp import web
 from rich.console import Console
 
 from common.config import load_cluster
-from common.config.run_directory import own_socket
+from common.config.run_directory import own_socket, run_directory
 from common.process_entry import entry
 from deploy import router_states as states_module
 from deploy.process_table import ProcessRecord, Table
-from deploy.router_states import router_states, server_info
+from deploy.router_states import router_states, server_info, sockets_of
 from deploy.status_view import DEGRADED, NOT_READY, UP, show_launched, show_status
 from tests.fakes.waiting import PATIENCE
 
@@ -98,7 +98,7 @@ async def test_a_router_of_a_later_host_is_asked(tmp_path: Path) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.UnixSite(runner, str(own_socket(resolved, 3))).start()
-    assert await asyncio.to_thread(server_info, resolved) == {"ready": True}
+    assert await asyncio.to_thread(server_info, sockets_of(resolved)) == {"ready": True}
     await runner.cleanup()
 
 
@@ -121,12 +121,12 @@ async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
         await runners[-1].setup()
         await web.UnixSite(runners[-1], str(own_socket(resolved, index))).start()
     asked = ["router", "router.1", "router.2", "decode-0"]
-    states = await asyncio.to_thread(router_states, resolved, asked)
+    states = await asyncio.to_thread(router_states, run_directory(resolved), asked)
     assert states == {"router": "up", "router.1": "not ready", "router.2": "does not answer"}
-    assert router_states(resolved, ["router", "decode-0"]) == {}
+    assert router_states(run_directory(resolved), ["router", "decode-0"]) == {}
     # Nothing listens at the admin socket.
-    assert await asyncio.to_thread(server_info, resolved) == {"ready": True, "index": 0}
+    assert await asyncio.to_thread(server_info, sockets_of(resolved)) == {"ready": True, "index": 0}
     await runners[0].cleanup()
-    assert await asyncio.to_thread(server_info, resolved) == {"ready": True, "index": 1}
+    assert await asyncio.to_thread(server_info, sockets_of(resolved)) == {"ready": True, "index": 1}
     for runner in runners:
         await runner.cleanup()

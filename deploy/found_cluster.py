@@ -1,0 +1,102 @@
+"""Finds the running cluster of a file: by its run directory alone if the file is no longer valid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import load_cluster
+from common.config.router_processes import names_router
+from common.config.run_directory import KEY as RUN_DIR
+from common.config.run_directory import existing_run_directory, own_socket_in, run_directory
+from common.config.yaml_file import parse_scalar, read_mapping
+from common.errors import ConfigError
+from common.launch_record import launched
+from common.process_entry import Entry
+from common.resolved_path import resolved_path
+from deploy.cluster_options import RUN_DIR_VARIABLE
+from deploy.other_cluster import other_cluster
+from deploy.process_table import Table, read_table
+from deploy.router_states import sockets_of
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCluster:
+    """The processes of a cluster file that run, as its run directory records them."""
+
+    file: Path
+    run_dir: Path
+    table: Table | None  # of a living supervisor
+    launched: tuple[tuple[str, Entry], ...]  # processes without a supervisor
+    sockets: tuple[Path, ...]  # at which routers of this host answer
+    drain_timeout: float | None  # None: only the file says it, and it is not valid
+    problem: str = ""  # why the file is not valid
+
+
+def find_cluster(file: Path, overrides: Sequence[str]) -> FoundCluster:
+    """Return what runs of a cluster file. Raises ConfigError if the file is not valid and nothing of it is found."""
+    try:
+        resolved = load_cluster(file, overrides)
+    except ConfigError as error:
+        found = None if _is_valid(file) else _recorded(resolved_path(file), overrides, str(error))
+        if found is None:
+            raise
+        return found
+    run_dir = run_directory(resolved)
+    return FoundCluster(
+        file=resolved.file,
+        run_dir=run_dir,
+        table=read_table(run_dir),
+        launched=tuple(launched(run_dir)),
+        sockets=sockets_of(resolved),
+        drain_timeout=resolved.cluster.health.drain_timeout,
+    )
+
+
+def _is_valid(file: Path) -> bool:
+    """Return whether the file by itself is valid: then an override or a variable is not."""
+    try:
+        load_cluster(file, (), {})
+    except ConfigError:
+        return False
+    return True
+
+
+def _recorded(file: Path, overrides: Sequence[str], problem: str) -> FoundCluster | None:
+    for configured in _run_directories(file, overrides, os.environ):
+        run_dir = existing_run_directory(configured, file)
+        if run_dir is None:
+            continue
+        table, processes = read_table(run_dir), launched(run_dir)
+        if other_cluster(table, file, overrides) or not (table or processes):
+            continue
+        names = (*(table.processes if table else ()), *(name for name, _ in processes))
+        return FoundCluster(
+            file=file,
+            run_dir=run_dir,
+            table=table,
+            launched=tuple(processes),
+            sockets=tuple(own_socket_in(run_dir, name) for name in names if names_router(name)),
+            drain_timeout=table.drain_timeout if table else None,
+            problem=problem,
+        )
+    return None
+
+
+def _run_directories(file: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what process.run_dir may have been at the start of the cluster, the likeliest value first."""
+    given = [value for key, _, value in (each.partition("=") for each in overrides) if key.strip() == RUN_DIR]
+    if not given and RUN_DIR_VARIABLE in environ:
+        given = [environ[RUN_DIR_VARIABLE]]
+    if given:
+        yield str(parse_scalar(given[-1]))
+        return
+    try:
+        section = read_mapping(file).get("process")
+    except ConfigError:
+        section = None
+    if isinstance(section, dict) and isinstance(section.get("run_dir"), str):
+        yield section["run_dir"]
+    yield "auto"

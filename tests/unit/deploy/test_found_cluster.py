@@ -1,0 +1,167 @@
+"""deploy/status and deploy/down of a cluster whose file was broken after the start, by its run directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from common.config import load_cluster
+from common.config.run_directory import run_directory
+from common.launch_record import launch_record
+from common.process_entry import entry
+from deploy import cli
+from deploy.process_table import ProcessRecord, Table, write_table
+from tests.fakes.waiting import PATIENCE
+
+RUNNER = CliRunner()
+UNKNOWN_KEY = "router: {prot: 1}\n"
+NO_YAML = "router: {port: 1\n"
+
+
+def run(*arguments: object) -> Result:
+    return RUNNER.invoke(cli.app, [str(each) for each in arguments])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.stderr.split())
+
+
+class Started:
+    """A cluster whose supervisor is a child of this test."""
+
+    def __init__(self, file: Path, overrides: list[str]) -> None:
+        self.file = file
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.run_dir = run_directory(load_cluster(file, overrides))
+        own = entry(self.child.pid)
+        router = ProcessRecord(pid=own.pid, started=own.started, state="up")
+        table = Table(
+            supervisor=own,
+            cluster=str(file),
+            url="http://127.0.0.1:9",
+            state="ready",
+            processes={"router": router},
+        )
+        write_table(self.run_dir, table)
+
+    def add(self, text: str) -> None:
+        with self.file.open("a") as file:
+            file.write(text)
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start a cluster of c.yaml, whose `process` section is `process`."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    started: list[Started] = []
+
+    def begin(process: str = "{run_dir: run}", overrides: list[str] | None = None) -> Started:
+        file = directory / "c.yaml"
+        file.write_text(f"model: {{path: m}}\nprocess: {process}\n")
+        started.append(Started(file, overrides or []))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.child.kill()
+        each.child.wait()
+
+
+@pytest.mark.parametrize(
+    ("process", "overrides", "text"),
+    [
+        ("{run_dir: run}", [], UNKNOWN_KEY),
+        ("{}", [], UNKNOWN_KEY),
+        ("{}", [], NO_YAML),
+        ("{run_dir: other}", ["process.run_dir=run"], NO_YAML),
+    ],
+)
+def test_a_cluster_is_found_although_its_file_was_broken(
+    start: Start, process: str, overrides: list[str], text: str
+) -> None:
+    started = start(process, overrides)
+    started.add(text)
+    options = [part for each in overrides for part in ("--set", each)]
+    status = run("status", started.file, *options)
+    assert status.exit_code == 1, "the router of this test answers nobody"
+    assert str(started.child.pid) in status.stdout
+    assert f"{started.file} is no longer valid, so none of its processes can start again: " in said(status)
+    down = run("down", started.file, *options)
+    assert down.exit_code == 0, said(down)
+    assert said(down).endswith("stopped")
+    started.child.wait(PATIENCE)
+
+
+def test_a_cluster_is_found_although_its_file_was_removed(start: Start) -> None:
+    started = start("{}")
+    started.file.unlink()
+    assert str(started.child.pid) in run("status", started.file).stdout
+
+
+def test_the_run_directory_of_the_environment_comes_first(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_PROCESS_RUN_DIR", str(directory / "own"))
+    started = start("{run_dir: run}")
+    started.add(UNKNOWN_KEY)
+    assert str(started.child.pid) in run("status", started.file).stdout
+    monkeypatch.delenv("TANDEM_PROCESS_RUN_DIR")
+    assert run("status", started.file).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["status", "down"])
+def test_an_override_that_is_not_valid_is_refused(
+    start: Start, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = start()
+    assert run(command, started.file, "--set", "router.prot=1").exit_code == 2
+    monkeypatch.setenv("TANDEM_ROUTER_PORT", "none")
+    assert run(command, started.file).exit_code == 2
+    assert started.child.poll() is None
+
+
+def test_without_a_record_a_broken_file_is_refused(directory: Path) -> None:
+    file = directory / "c.yaml"
+    file.write_text("model: {path: m}\nprocess: {run_dir: run}\n" + UNKNOWN_KEY)
+    for command in ("status", "down"):
+        result = run(command, file)
+        assert result.exit_code == 2
+        assert "router.prot: unknown key" in said(result)
+    assert not (directory / "run").exists()
+
+
+def test_the_cluster_of_another_file_is_not_that_of_a_broken_one(start: Start, directory: Path) -> None:
+    started = start()
+    other = directory / "other.yaml"
+    other.write_text(started.file.read_text() + UNKNOWN_KEY)
+    for command in ("status", "down"):
+        assert run(command, other).exit_code == 2
+    assert started.child.poll() is None
+
+
+def test_a_run_directory_that_others_may_write_to_is_no_record(start: Start) -> None:
+    started = start()
+    started.add(UNKNOWN_KEY)
+    started.run_dir.chmod(0o777)
+    result = run("down", started.file)
+    assert result.exit_code == 2
+    assert "others can write to" in said(result)
+    assert started.child.poll() is None
+
+
+def test_processes_of_the_launch_scripts_are_named(directory: Path) -> None:
+    file = directory / "c.yaml"
+    with launch_record(run_directory(load_cluster(file)), "decode-0"):
+        file.write_text(file.read_text() + UNKNOWN_KEY)
+        result = run("down", file)
+    assert result.exit_code == 1
+    assert f"end them with SIGTERM, routers first: decode-0 (pid {os.getpid()})" in said(result)
