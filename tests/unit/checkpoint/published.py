@@ -444,13 +444,13 @@ PUBLISHED = (
 
 HEAD = """# Published checkpoints
 
-Which checkpoints load, by the values of their `config.json` and the names of their tensors. Weights of these sizes
-were not run here: each row is a test (`tests/unit/checkpoint/test_published.py`) that reads the config at its full
-size, and loads a replica of a few small layers with the published names (of LLaVA and Qwen2.5-VL, only the config).
-This page is printed by `tests/unit/checkpoint/published.py`.
+This page lists which checkpoints load, judging by the values of their `config.json` and the names of their tensors.
+Weights of these sizes were not run here: for each row a test (`tests/unit/checkpoint/test_published.py`) reads the
+config at its full size, and loads a replica of a few small layers with the published names (for LLaVA and Qwen2.5-VL,
+it only reads the config). `tests/unit/checkpoint/published.py` prints this page.
 
 The last column says where the values were read. A row marked "not seen" may differ from the file. Draft models are in
-`models.md`. A refused row quotes how the refusal begins.
+`models.md`. A refused row quotes the beginning of the error.
 
 | checkpoint | architecture | result | values from |
 |---|---|---|---|
