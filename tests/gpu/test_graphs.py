@@ -23,6 +23,7 @@ from decode_node.graphs.decode_graph import VARIANTS
 from prefill_node.graphs.backends.break_point import break_point
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.static_extend import BROKEN
+from tests.fakes.waiting_for_device import waits_are_errors
 from tests.gpu.prompt_steps import CLOSE, IDS, check_prompt_replays
 from tests.unit.engine.graphs.rig import AUX, DecodeRig, extend_driver, sequences
 
@@ -239,12 +240,9 @@ def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None
     rows = torch.tensor([1, 2], device=GPU)
     facts = sampling_variant(decode.params)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         decode.graphs(rows, facts)
         extend(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert extend.graphs.counters.replays.total() == 1
 
 

@@ -11,6 +11,7 @@ from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.graphs.backends.piecewise import PiecewiseGraphs
 from prefill_node.graphs.static_extend import BROKEN
+from tests.fakes.waiting_for_device import waits_are_errors
 from tests.gpu.prompt_steps import IDS, check_prompt_replays
 from tests.unit.engine.graphs.rig import AUX, extend_driver, sequences
 
@@ -46,11 +47,8 @@ def test_a_replay_never_waits_for_the_device(compiler: str) -> None:
     driver, extend = extend_driver(IDS, piecewise(compiler), BUCKETS, page_size=16, device=GPU)
     batch = driver.batch([0], [9])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         extend(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert extend.graphs.counters.replays.total() == 1
 
 

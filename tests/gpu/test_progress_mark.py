@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from msgspec.structs import replace
@@ -16,6 +13,7 @@ from common.engine.state.state_rows import WindowShape
 from common.messages.generation import SamplingParams
 from decode_node.page_table import PageTable
 from tests.fakes.waiting import until
+from tests.fakes.waiting_for_device import waits_are_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 BUSY = 1_000_000_000  # cycles, half a second
@@ -43,16 +41,6 @@ def test_a_mark_is_seen_while_the_graph_runs() -> None:
         assert int(seen[0]) == before + 2
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Let calls that wait for the device fail."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_requests_join_without_waiting() -> None:
     device, shape = torch.device("cuda", 0), DraftShape(2, 8, "bfloat16", 64)
     relay = RelayState.allocate(3, 64, device, shape, WindowShape({0: 4}, 2, torch.bfloat16))
@@ -60,7 +48,7 @@ def test_requests_join_without_waiting() -> None:
     plain = SamplingParams(max_tokens=9, temperature=0.5, top_p=0.75, top_k=11, min_p=0.125, seed=77)
     penalised = replace(plain, presence_penalty=0.5, repetition_penalty=1.5, logit_bias=((3, 0.5),))
     draft = DraftRow((0.5, 0.25), (7, 8), bytes(16))
-    with no_waiting():
+    with waits_are_errors():
         for sampling in (plain, penalised, plain):
             relay.write_row(1, [3, 4, 5, 6], 1, sampling, draft, slot=1)
             table.write([(1, logical, logical + 3) for logical in range(40)])

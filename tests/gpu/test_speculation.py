@@ -18,6 +18,7 @@ from common.engine.graphs.backends.none import NoGraphs
 from common.engine.host_copies import on_device
 from common.node.stopwatch import stopwatch_for
 from decode_node.graphs.decode_graph import GREEDY
+from tests.fakes.waiting_for_device import waits_are_errors
 from tests.unit.speculative.rig import RoundRig, prompts_of
 from tests.unit.speculative.test_round_graphs import (
     ALL_GREEDY,
@@ -112,14 +113,11 @@ def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen
     call = graphs.call(chosen)
     placed = call.placed.tolist()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         on_device(placed, GPU)
         graphs.drafter.propose(call)
         emitted = graphs.verify(call).on_host()
         graphs.drafter.draft_extend(call)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert emitted.packed.is_pinned()
     assert all(phase.graphs.counters.replays.total() == 2 for phase in graphs.phases)
@@ -146,14 +144,11 @@ def test_the_time_of_each_phase_is_measured_without_waiting() -> None:
     graphs.round([0, 1])
     call = graphs.call([0, 1])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         watch = stopwatch_for(GPU)()
         for phase in (graphs.drafter.propose, graphs.verify, graphs.drafter.draft_extend):
             phase(call)
             watch.lap()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert len(watch.seconds()) == 3
     assert all(0 < seconds < 1 for seconds in watch.seconds())

@@ -26,6 +26,7 @@ from prefill_node.vision import MergedEmbeds, VisionEmbeds
 from prefill_node.vision_stage import load_vision
 from tests.fakes.qwen_vl import as_png, build, picture, processed, save
 from tests.fakes.vision import one_prompt
+from tests.fakes.waiting_for_device import waits_are_errors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,11 +76,8 @@ def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tm
     part = load_vision(tmp_path, config, Placement(dtype, DEVICE))
     part(images)  # chooses kernels and allocates pinned memory
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         found = part(images)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     tolerance = 1e-3 if dtype is torch.float32 else 0.05
     for rows, expected in zip(found, wanted, strict=True):
         assert rows.flatten(0, 1).shape == expected.shape
@@ -117,11 +115,8 @@ def test_images_of_one_size_replay_the_rows_of_the_eager_tower(dtype: torch.dtyp
         wanted = torch.cat(part(images)).clone()
         encoder(images)  # allocates pinned memory and gives the graph other images
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_are_errors():
             found = torch.cat(encoder(images))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert (found - wanted).float().norm() / wanted.float().norm() < tolerance
     totals = encoder.graphs.totals()
     assert (totals.replays, totals.fallbacks, totals.unused) == (10, {"too_large": 2}, 0)
@@ -149,11 +144,8 @@ def test_images_of_any_size_replay_the_rows_of_the_eager_tower(tmp_path: Path) -
         wanted = part(images)
         encoder(images)  # allocates pinned memory
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_are_errors():
             found = encoder(images)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for rows, expected in zip(found, wanted, strict=True):
             assert rows.shape == expected.shape
             assert (rows - expected).float().norm() / expected.float().norm() < 0.05
