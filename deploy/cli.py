@@ -32,7 +32,7 @@ from deploy.cluster_options import Overrides, Port, command_line, with_port
 from deploy.detached import REFUSED, SUPERVISOR_LOG, StartRefused, start_detached
 from deploy.disk import disk_problem
 from deploy.found_cluster import FoundCluster, find_cluster
-from deploy.launched import NotStopped, stop_launched
+from deploy.launched import NotStopped, stop_launched, unrecorded
 from deploy.other_cluster import other_cluster
 from deploy.prepare import cluster_file_of, prepare
 from deploy.router_states import router_states, server_info
@@ -174,6 +174,8 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
     if table is None:
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
+        if found.unrecorded:
+            _fail(unrecorded(found))
         say(f"not running; {command_line('up', target, values)} starts it")
         raise typer.Exit(EXIT_NOT_RUNNING)
     routers = router_states(found.run_dir, table.processes)
@@ -320,16 +322,13 @@ def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
 
 
 def _find(cluster: Path, overrides: list[str]) -> FoundCluster:
-    """Return what runs of a cluster file; say so if the file is no longer valid."""
+    """Return what runs of a cluster file; say what is wrong with the file or the run directory."""
     try:
         found = find_cluster(cluster, overrides)
     except ConfigError as error:
         _refuse(cluster, error)
-    if found.problem:
-        say(
-            f"{cluster} is no longer valid, so none of its processes can start again: {found.problem}",
-            "yellow",
-        )
+    if found.notice:
+        say(found.notice, "yellow")
     return found
 
 

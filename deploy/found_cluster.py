@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import load_cluster
 from common.config.router_processes import names_router
 from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import existing_run_directory, own_socket_in, run_directory
-from common.config.yaml_file import parse_scalar, read_mapping
+from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
 from common.launch_record import launched
 from common.process_entry import Entry
 from common.resolved_path import resolved_path
 from deploy.cluster_options import RUN_DIR_VARIABLE
 from deploy.other_cluster import other_cluster
-from deploy.process_table import Table, read_table
+from deploy.process_table import Table, read_table, table_path
 from deploy.router_states import sockets_of
+from deploy.running_processes import given_run_dir, processes_of
+
+TABLE_SECONDS = 3.0  # within which a supervisor has written its table again if somebody has removed it
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,9 @@ class FoundCluster:
     launched: tuple[tuple[str, Entry], ...]  # processes without a supervisor
     sockets: tuple[Path, ...]  # at which routers of this host answer
     drain_timeout: float | None  # None: only the file says it, and it is not valid
-    problem: str = ""  # why the file is not valid
+    notice: str = ""  # what the user has to know about the file or the run directory
+    # Name -> pid of processes that run although the run directory has no record of any.
+    unrecorded: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_cluster(file: Path, overrides: Sequence[str]) -> FoundCluster:
@@ -45,14 +52,30 @@ def find_cluster(file: Path, overrides: Sequence[str]) -> FoundCluster:
             raise
         return found
     run_dir = run_directory(resolved)
+    table, processes = read_table(run_dir), tuple(launched(run_dir))
+    unrecorded, notice = dict[str, int](), ""
+    if table is None and not processes and not table_path(run_dir).exists():
+        unrecorded = processes_of(resolved.file, _override(overrides, os.environ))
+        if unrecorded and (table := _rewritten_table(run_dir)):
+            unrecorded = {}
+            notice = f"{run_dir} was removed while the cluster ran; until a restart its routers cannot be asked there"
     return FoundCluster(
         file=resolved.file,
         run_dir=run_dir,
-        table=read_table(run_dir),
-        launched=tuple(launched(run_dir)),
+        table=table,
+        launched=processes,
         sockets=sockets_of(resolved),
         drain_timeout=resolved.cluster.health.drain_timeout,
+        notice=notice,
+        unrecorded=unrecorded,
     )
+
+
+def _rewritten_table(run_dir: Path) -> Table | None:
+    deadline = time.monotonic() + TABLE_SECONDS
+    while (table := read_table(run_dir)) is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return table
 
 
 def _is_valid(file: Path) -> bool:
@@ -80,18 +103,15 @@ def _recorded(file: Path, overrides: Sequence[str], problem: str) -> FoundCluste
             launched=tuple(processes),
             sockets=tuple(own_socket_in(run_dir, name) for name in names if names_router(name)),
             drain_timeout=table.drain_timeout if table else None,
-            problem=problem,
+            notice=f"{file} is no longer valid, so none of its processes can start again: {problem}",
         )
     return None
 
 
 def _run_directories(file: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Yield what process.run_dir may have been at the start of the cluster, the likeliest value first."""
-    given = [value for key, _, value in (each.partition("=") for each in overrides) if key.strip() == RUN_DIR]
-    if not given and RUN_DIR_VARIABLE in environ:
-        given = [environ[RUN_DIR_VARIABLE]]
-    if given:
-        yield str(parse_scalar(given[-1]))
+    if (given := _override(overrides, environ)) is not None:
+        yield given
         return
     try:
         section = read_mapping(file).get("process")
@@ -100,3 +120,9 @@ def _run_directories(file: Path, overrides: Sequence[str], environ: Mapping[str,
     if isinstance(section, dict) and isinstance(section.get("run_dir"), str):
         yield section["run_dir"]
     yield "auto"
+
+
+def _override(overrides: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return the value of process.run_dir that goes before that of the file; None if there is none."""
+    variable = [f"{RUN_DIR}={environ[RUN_DIR_VARIABLE]}"] if RUN_DIR_VARIABLE in environ else []
+    return given_run_dir([*variable, *overrides])

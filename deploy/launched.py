@@ -14,6 +14,7 @@ from common.errors import ConfigError, TandemError
 from common.process_entry import Entry
 from deploy.found_cluster import FoundCluster
 from deploy.router_states import server_info
+from deploy.running_processes import SUPERVISOR
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 POLL_SECONDS = 0.05
@@ -26,6 +27,8 @@ class NotStopped(TandemError):
 def stop_launched(found: FoundCluster) -> str:
     """End what the launch scripts started on this host and say so. Raises NotStopped if something is left anywhere."""
     info, processes = server_info(found.sockets), found.launched
+    if found.unrecorded and info is None:
+        raise NotStopped(unrecorded(found))
     if not processes and info is None:
         return "not running"
     if found.drain_timeout is None:
@@ -44,6 +47,16 @@ def stop_launched(found: FoundCluster) -> str:
             f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}"
         )
     return "stopped"
+
+
+def unrecorded(found: FoundCluster) -> str:
+    """Return a sentence about processes of the cluster that no record names."""
+    names = ", ".join(f"{name} (pid {pid})" for name, pid in found.unrecorded.items())
+    which = SUPERVISOR if SUPERVISOR in found.unrecorded else "them, routers first"
+    return (
+        f"{found.run_dir} has no record of a cluster, as if it had been removed, but these processes of {found.file} "
+        f"run: {names}; end {which}, with SIGTERM"
+    )
 
 
 def end_launched(processes: Sequence[tuple[str, Entry]], grace: float) -> list[str]:

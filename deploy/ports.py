@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import socket
 import sys
 import time
@@ -20,13 +19,12 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.kv_events import event_addresses
 from common.config.router_processes import CONTROL
-from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import control_addresses
 from common.errors import ConfigError
 from common.node_names import OWN
-from deploy.cluster_options import RUN_DIR_VARIABLE, down_line
+from deploy.cluster_options import down_line
+from deploy.running_processes import PROC, RunningProcess, read_process
 
-PROC = Path("/proc")
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
 LEAVE_SECONDS = 5.0  # for which a process that is about to end may still have a port
 POLL_SECONDS = 0.1
@@ -42,27 +40,6 @@ class _Place(NamedTuple):
     key: str  # of the cluster file
     host: str
     port: int
-
-
-class _User(NamedTuple):
-    """A process of this user."""
-
-    pid: int
-    command: tuple[str, ...]
-    environment: tuple[str, ...]  # NAME=VALUE
-
-    @property
-    def cluster(self) -> str:
-        """The file of the cluster that it belongs to, "" if it belongs to none."""
-        at = self.command.index("--cluster") if "--cluster" in self.command[:-1] else None
-        return "" if at is None else self.command[at + 1]
-
-    @property
-    def overrides(self) -> list[str]:
-        """Overrides of its cluster file: the run directory of its environment, and the values of `--set`."""
-        name = f"{RUN_DIR_VARIABLE}="
-        given = [f"{RUN_DIR}={each.removeprefix(name)}" for each in self.environment if each.startswith(name)]
-        return given + [value for option, value in itertools.pairwise(self.command) if option == "--set"]
 
 
 def check_ports(resolved: Resolved, stopped: Callable[[], bool]) -> None:
@@ -81,7 +58,7 @@ def check_ports(resolved: Resolved, stopped: Callable[[], bool]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _refusal(place: _Place, user: _User | None) -> str:
+def _refusal(place: _Place, user: RunningProcess | None) -> str:
     another = "choose another one" + (" with --port" if place.key == ROUTER_PORT else "")
     if user is None:
         return f"port {place.port} is in use by a process of another user; {another}"
@@ -164,23 +141,15 @@ def _decoded(address: str) -> Address:
     return mapped or found
 
 
-def _user_of(inodes: set[str]) -> _User | None:
+def _user_of(inodes: set[str]) -> RunningProcess | None:
     """Return a process of this user that has one of these sockets, one of a cluster if there is one."""
     links = {f"socket:[{inode}]" for inode in inodes}
     users = []
     for process in PROC.iterdir():
         if process.name.isdigit() and links & _open_files(process):
-            try:
-                command, environment = _texts(process / "cmdline"), _texts(process / "environ")
-            except OSError:
-                continue
-            users.append(_User(int(process.name), command or ("?",), environment))
+            with contextlib.suppress(OSError):
+                users.append(read_process(int(process.name)))
     return min(users, key=lambda user: (not user.cluster, user.pid), default=None)
-
-
-def _texts(file: Path) -> tuple[str, ...]:
-    """Return the texts in a file of /proc, each of which ends with a zero byte."""
-    return tuple(file.read_bytes().decode(errors="replace").split("\0")[:-1])
 
 
 def _open_files(process: Path) -> set[str]:

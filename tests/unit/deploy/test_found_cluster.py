@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from common.config import load_cluster
 from common.config.run_directory import run_directory
 from common.launch_record import launch_record
 from common.process_entry import entry
-from deploy import cli
+from deploy import cli, found_cluster
 from deploy.process_table import ProcessRecord, Table, write_table
 from tests.fakes.waiting import PATIENCE
 
@@ -156,6 +157,71 @@ def test_a_run_directory_that_others_may_write_to_is_no_record(start: Start) -> 
     assert result.exit_code == 2
     assert "others can write to" in said(result)
     assert started.child.poll() is None
+
+
+@pytest.fixture
+def unrecorded(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A node of c.yaml whose run directory was removed."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)", "--name", "decode-0"]
+    child = subprocess.Popen([*command, "--cluster", str(directory / "c.yaml")])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_processes_without_a_run_directory_are_named(
+    unrecorded: subprocess.Popen[bytes], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found_cluster, "TABLE_SECONDS", 0.0)
+    for command in ("status", "down"):
+        result = run(command, directory / "c.yaml")
+        assert result.exit_code == 1
+        assert f"of {directory}/c.yaml run: decode-0 (pid {unrecorded.pid}); end them, routers" in said(
+            result
+        )
+    assert unrecorded.poll() is None
+    elsewhere = run("status", directory / "c.yaml", "--set", "process.run_dir=other")
+    assert elsewhere.exit_code == 3, "the processes have another run directory"
+
+
+SUPERVISE = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()", "--cluster", sys.argv[1]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+input()
+"""
+
+
+def test_a_supervisor_without_a_run_directory_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found_cluster, "TABLE_SECONDS", 0.0)
+    command = [sys.executable, "-c", SUPERVISE, str(directory / "c.yaml"), "deploy.cli"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        router = supervisor.stdout.readline().strip()
+        result = run("down", directory / "c.yaml")
+    assert result.exit_code == 1
+    named = f"router (pid {router}), the supervisor (pid {supervisor.pid}); end the supervisor, with SIGTERM"
+    assert named in said(result)
+
+
+def test_the_table_that_a_supervisor_writes_again_is_awaited(
+    unrecorded: subprocess.Popen[bytes], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(found_cluster, "TABLE_SECONDS", PATIENCE)
+    own = entry(unrecorded.pid)
+
+    def write_again(seconds: float) -> None:
+        """Do what the supervisor does meanwhile."""
+        table = Table(supervisor=own, cluster="c", url="http://127.0.0.1:9", state="ready", processes={})
+        write_table(directory / "run", table)
+
+    monkeypatch.setattr(time, "sleep", write_again)
+    result = run("status", directory / "c.yaml")
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9: not ready" in result.stdout
+    assert f"{directory}/run was removed while the cluster ran" in said(result)
 
 
 def test_processes_of_the_launch_scripts_are_named(directory: Path) -> None:
