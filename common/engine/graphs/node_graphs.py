@@ -14,7 +14,7 @@ from common.engine.graphs.backends.names import BREAKABLE, FULL
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.report import start_report, table
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch, StartupFacts, decide
-from common.engine.graphs.spec import GraphKey
+from common.engine.graphs.spec import GraphKey, ShapeKey
 from common.engine.layers.placement import Placement
 from common.engine.ops.compile_ahead import KernelsAhead
 from common.engine.ops.triton_kernel import COMPILE_ERRORS
@@ -109,8 +109,8 @@ class CompilePass:
 def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[], int]) -> int:
     """Return the bytes that the graphs of `build` and their static inputs will take. The graphs are released again.
 
-    For each graph the largest shape is captured, which sizes its pool, and one more shape, whose size is assumed for
-    all others. Raises torch.OutOfMemoryError if these two do not fit.
+    For each forward the shapes that size its pool are captured (`sizing_shapes`), and one more shape, whose size is
+    assumed for all others. Raises torch.OutOfMemoryError if these do not fit.
 
     Args:
         reserved: returns the bytes of the device that are in use.
@@ -121,7 +121,7 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
     for node in nodes:
         runner: GraphRunner[Any, Any] = node.forward.graphs
         shapes = runner.spec.shapes
-        runner.capture(shapes[-1:])
+        runner.capture(sizing_shapes(shapes))
         largest = reserved()
         runner.capture(shapes[-2:-1])
         for row in runner.rows:
@@ -130,6 +130,16 @@ def trial(build: Callable[[], Iterable[NodeGraphs[Any]]], reserved: Callable[[],
         more += (reserved() - largest) * max(0, len(shapes) - 2)
         more += GRAPH_BYTES * len(shapes) * len(runner.spec.variants)
     return reserved() - before + more
+
+
+def sizing_shapes(shapes: Sequence[ShapeKey]) -> list[ShapeKey]:
+    """Return the largest shape, and the largest one that limits requests.
+
+    Where larger graphs do not limit requests, attention is at their breaks. Smaller ones without breaks may take more
+    memory, since it includes that of attention.
+    """
+    limited = [shape for shape in shapes if shape.requests]
+    return sorted({*shapes[-1:], *limited[-1:]})
 
 
 def totals(*nodes: NodeGraphs[Any]) -> Callable[[], tuple[GraphTotals, ...]]:

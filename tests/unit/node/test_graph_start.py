@@ -82,6 +82,20 @@ def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, 
         assert ready.num_pages == tokens // PAGE + 1
 
 
+@pytest.mark.parametrize("unbroken", [0, 2, 4, 8])
+def test_the_trial_measures_graphs_with_and_without_breaks(
+    unbroken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller graphs without breaks may take more than larger ones, whose attention allocates at each replay."""
+    monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", unbroken)
+    nodes = build()
+
+    def reserved() -> int:
+        return GIB if any(row.requests for row in nodes[0].forward.graphs.rows) else 0
+
+    assert node_graphs.trial(lambda: nodes, reserved) == (GIB if unbroken else 0) + 4 * GRAPH_BYTES
+
+
 def test_a_pool_that_its_graphs_leave_no_room_for_is_refused(free: dict[str, int]) -> None:
     """The pool would fit without graphs, but then the largest buckets would run eagerly."""
     free |= {"step": GIB, "free": 4 * GIB}
