@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.attention import prompt_attention
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention, decode_reference, decode_triton
@@ -142,8 +143,12 @@ def test_a_decode_step_in_one_launch(length: int) -> None:
     close(out, decode_reference(rotated[:, :8], rig.keys, rig.values, *attend))
 
 
-def test_a_whole_prompt_reads_what_its_chunks_read() -> None:
-    """Whole prompts are computed over the forward's own keys and values, chunks over pages, converted ones if long."""
+def test_a_whole_prompt_reads_what_its_chunks_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole prompts are computed over the forward's own keys and values, chunks over pages, converted ones if long.
+
+    A Hopper GPU would read pages for both.
+    """
+    monkeypatch.setattr(prompt_attention, "hopper_reads", lambda *_: False)
     rows, heads, kv_heads, dim, page = 1024, 8, 2, 128, 16
     values = KvValues("float8_e4m3fn", {(0, "k"): 0.25, (0, "v"): 2.0})
     planes = attention_planes("target", 1, kv_heads, dim, "bfloat16")
