@@ -234,9 +234,9 @@ def attention(
     verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
 
 
-def hopper(dim: int, tokens: int) -> None:
+def hopper(dim: int, tokens: int, page: int, pages: int = 70) -> None:
     """Launch a prompt of one request by the kernel for Hopper GPUs."""
-    plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=BF16)
+    plane = torch.zeros(pages, page, KV_HEADS, dim, dtype=BF16)
     table, starts = torch.zeros(1, 70, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     hopper_extend(torch.zeros(tokens, HEADS, dim, dtype=BF16), plane, plane, table, starts, table[:, 0], 0.1)
 
@@ -500,6 +500,7 @@ def main(capabilities: list[int]) -> None:
         launch = {
             "capability": capability,
             "kernel": f"{function.module}.{name}",
+            "binary": made.hash,
             "shared": made.metadata.shared,
             "expected": expected_bytes(name, options, itemsize, room),
             "combined": adds_up_parts(options),
@@ -522,8 +523,9 @@ def main(capabilities: list[int]) -> None:
     attention(128, BF16, None, tokens=256, requests=64, stored=FP8)
     attention(64, torch.float32, None, tokens=64, requests=1)
     if capability == 90:
-        hopper(128, tokens=2048)
-        hopper(256, tokens=64)
+        hopper(128, tokens=2048, page=PAGE)
+        hopper(256, tokens=64, page=8)
+        hopper(256, tokens=64, page=8, pages=71)
     body(BF16)
     eight_bits()
     fp8_pages()

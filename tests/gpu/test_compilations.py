@@ -45,11 +45,13 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, FP8])
-def test_no_prompt_batch_compiles_after_the_warm_up(stored: torch.dtype, compiled: list[str]) -> None:
+@pytest.mark.parametrize(("stored", "page_size"), [(torch.bfloat16, 16), (FP8, 16), (FP8, 8)])
+def test_no_prompt_batch_compiles_after_the_warm_up(
+    stored: torch.dtype, page_size: int, compiled: list[str]
+) -> None:
     """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention."""
     heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
-    pool = plain_pool(2, kv_heads, dim, 16, 3, stored, torch.device("cuda"))
+    pool = plain_pool(2, kv_heads, dim, page_size, 3, stored, torch.device("cuda"))
     attention = PromptAttention(pool, [None, 64])
     attention.warm_up(heads, torch.bfloat16, 8192, 200)
     assert any("extend_kernel" in kernel for kernel in compiled)
@@ -77,7 +79,7 @@ def test_no_prompt_batch_compiles_after_the_warm_up(stored: torch.dtype, compile
                 input_ids=ids,
                 positions=ids,
                 kv_slots=ids,
-                page_table=torch.zeros(requests, 512, dtype=torch.int32, device="cuda"),
+                page_table=torch.zeros(requests, 1025, dtype=torch.int32, device="cuda"),
                 seq_lens=zeros,
                 query_start=starts,
                 logits_rows=ids[:0],

@@ -59,7 +59,7 @@ def _add(a, b):  # type: ignore[no-untyped-def]
     return a + b
 
 
-@gluon_kernel("num_requests", "num_tokens", "table_stride", "splits")
+@gluon_kernel("num_requests", "num_tokens", "slots", "table_stride", "splits")
 def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, HEADS, D]
     key_plane,  # [slots, KV_HEADS * D], descriptors of pages
@@ -73,7 +73,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     ended_ptr,  # int32, zero before and after: groups that have ended, by tile, KV head and half; used if DIVIDED
     num_requests,
     num_tokens,  # T, padding included
-    slots,
+    slots,  # of the planes, which are converted pages or a pool
     query_stride,
     table_stride,
     splits,  # parts of the keys
