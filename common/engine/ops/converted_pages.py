@@ -1,7 +1,7 @@
-"""Converts the FP8 pages of long chunks to a dtype that the matrix units multiply, once for all that reads them.
+"""Converts the FP8 pages of long chunks to a dtype that the matrix units multiply, once for all tiles of queries.
 
-Extend attention converts keys and values in every tile of queries. For a long chunk these are many times, and one copy
-costs less. Which requests are converted is decided on the device, so that a graph serves all lengths.
+Extend attention over FP8 pages converts keys and values once per tile of queries. A long chunk has many tiles, and one
+copy costs less. Which requests are converted is decided on the device, so that a graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_TOKENS = 64  # pages of requests with so few new tokens are not converted; m
 
 
 class ConvertedPages(NamedTuple):
-    """Pages of a batch of B requests after conversion. What no converted request has is undefined."""
+    """Pages of a batch of B requests after conversion. Pages and entries of no converted request are undefined."""
 
     keys: Tensor  # [capacity, page_size, kv_heads, D], times their scale
     values: Tensor
@@ -60,7 +60,6 @@ def converted_pages_reference(
         key_scale, value_scale: powers of two.
         dtype: of the result.
         capacity: pages for which there is room. The first request that does not fit ends the conversion.
-
     """
     page_size = keys.shape[1]
     planes = keys.new_zeros((2, capacity, *keys.shape[1:]), dtype=dtype)
@@ -162,6 +161,8 @@ def converted_pages_triton(
     assert page_table.stride(1) == 1, "entries of a request must be adjacent"
     (batch, max_pages), page = page_table.shape, keys.shape[1:]
     check_starts(query_start, batch)
+    assert seq_lens.shape == (batch,), f"{len(seq_lens)} lengths for {batch} requests"
+    assert seq_lens.is_contiguous(), "lengths must be contiguous"
     out = keys.new_empty((2, capacity, *page), dtype=dtype)
     table = page_table.new_empty((batch, max_pages))
     # Not rows of one tensor: a kernel is compiled again for a pointer that is not aligned.

@@ -158,6 +158,8 @@ def extend_triton(
     keeps = out is not None
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    assert (out.shape, out.dtype) == (query.shape, query.dtype), "the result must be like the queries"
+    assert out.is_contiguous(), "the result must be contiguous"
     if count == 0:
         return out
     group, sizes = next_power_of_2(heads // kv_heads), (heads, kv_heads, head_dim)

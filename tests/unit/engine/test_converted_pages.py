@@ -1,4 +1,4 @@
-"""FP8 pages that are converted once for all that reads them: the kernels in Triton's interpreter, and attention."""
+"""FP8 pages that are converted once for all tiles of queries: the kernels in Triton's interpreter, and attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from common.engine.ops.converted_pages import (
     converted_pages_reference,
     converted_pages_triton,
 )
-from common.engine.ops.extend_attention import extend_reference
+from common.engine.ops.extend_attention import extend_reference, extend_triton
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.triton_kernel import cdiv, tl
 from common.kv_cache.kv_values import KvValues
@@ -118,6 +118,33 @@ def test_attention_over_both_kinds_of_pages(room: int, monkeypatch: pytest.Monke
     expected = extend_reference(query, keys, values, table, starts, lengths, None, 0.3, *SCALES)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
     assert not found[sum(new) :].any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        (torch.zeros(4, dtype=torch.int32)[::2], "lengths must be contiguous"),
+        (torch.zeros(3, dtype=torch.int32), "3 lengths for 2 requests"),
+    ],
+)
+def test_lengths_that_the_kernel_would_misread_are_refused(lengths: Tensor, reason: str) -> None:
+    table, starts, _ = batch_of([5, 2], [0, 12], 4)
+    plane = torch.zeros(40, 4, 2, 16).to(FP8)
+    with pytest.raises(AssertionError, match=reason):
+        converted_pages_triton(plane, plane, table, starts, lengths, *SCALES, torch.float32, 8)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [torch.zeros(7, 4, 32)[..., ::2], torch.zeros(6, 4, 16), torch.zeros(7, 4, 16, dtype=torch.float16)],
+)
+def test_a_result_that_the_kernel_would_miswrite_is_refused(out: Tensor) -> None:
+    table, starts, lengths = batch_of([5, 2], [0, 12], 4)
+    plane = torch.zeros(40, 4, 2, 16).to(FP8)
+    with pytest.raises(AssertionError, match="the result must be"):
+        extend_triton(
+            torch.zeros(7, 4, 16), plane, plane, table, starts, lengths, None, 0.3, *SCALES, out=out
+        )
 
 
 def test_the_reference_attends_over_fp8_pages() -> None:
