@@ -50,9 +50,10 @@ class PromptAttention(PagedAttention):
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         sizes = heads, kv_heads, head_dim
-        # `hopper_extend` has two kernels: with 1 token it divides keys, and with the most tokens it usually does not.
-        counts = 1, max_tokens, sizes, dtype.itemsize, pool.device
-        steps = {1, max_tokens, *kernel_counts(*counts), *kernel_counts(MIN_BATCH_TOKENS + 1, *counts[1:])}
+        # `hopper_extend` has two kernels: with the fewest tokens it usually divides keys, with the most it does not.
+        # Over FP8 pages the fewest are MIN_BATCH_TOKENS + 1, from which on `extend_triton` has other kernels, too.
+        rest = max_tokens, sizes, dtype.itemsize, pool.device
+        steps = {1, max_tokens, *kernel_counts(1, *rest), *kernel_counts(MIN_BATCH_TOKENS + 1, *rest)}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
