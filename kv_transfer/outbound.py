@@ -82,6 +82,11 @@ class Outbound:
         return max(self.expected_at, self.named_at, self.busy_until)
 
     @property
+    def waits_until(self) -> float:
+        """End of the wait for slots."""
+        return self.waits_since + self.limits.slots_timeout
+
+    @property
     def settled(self) -> bool:
         return not self._posted
 
@@ -99,7 +104,7 @@ class Outbound:
         """Time at which it has waited for too long, if nothing happens before."""
         until = float("inf") if self.deadline is None else self.deadline
         if self.state is SendState.EXPECTED:
-            until = min(until, self.waits_since + self.limits.slots_timeout)
+            until = min(until, self.waits_until)
         return until
 
     @property
@@ -298,7 +303,7 @@ class Outbound:
     def _check_time(self, now: float) -> None:
         if self.deadline is not None and now >= self.deadline:
             self.give_up(DeadlineExceeded.code, "the request's deadline passed before its KV was handed over")
-        elif self.state is SendState.EXPECTED and now - self.waits_since >= self.limits.slots_timeout:
+        elif self.state is SendState.EXPECTED and now >= self.waits_until:
             self.counters.ungranted += 1
             self.give_up(
                 TransferFailed.code,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from kv_transfer.outbound_room import OutboundRoom
 
@@ -30,9 +30,11 @@ class RoomAlarms:
             self._heap = [alarm for alarm in alive if alarm[0] < float("inf")]
             heapq.heapify(self._heap)
 
-    def due(self, now: float) -> Iterator[OutboundRoom]:
-        """Remove and yield the rooms whose time has come."""
+    def due(self, now: float) -> list[OutboundRoom]:
+        """Remove and return the rooms whose time has come. A room whose alarm is set again is due in a later call."""
+        found = []
         while self._heap and self._heap[0][0] <= now:
             room = self._rooms.get(heapq.heappop(self._heap)[1])
             if room is not None:
-                yield room
+                found.append(room)
+        return found

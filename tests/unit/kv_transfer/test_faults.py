@@ -535,6 +535,21 @@ def test_misuse_by_the_own_node_raises_an_error() -> None:
 
 # ---- time
 
+SLOTS_WAIT = LIMITS.slots_timeout
+
+
+def test_a_wait_ends_at_its_alarm_although_the_difference_is_rounded_down() -> None:
+    """Else `poll` would look at the room again and again, for ever."""
+    rig = Rig()
+    rig.clock.now = start = next(
+        time for time in (1000.1 + n / 10 for n in range(1000)) if time + SLOTS_WAIT - time < SLOTS_WAIT
+    )
+    rig.sender.expect(7)
+    rig.clock.now = start + SLOTS_WAIT
+    (lost,) = rig.prefill.poll()
+    assert isinstance(lost, TransferLost)
+    assert "granted no slots" in lost.reason
+
 
 def test_deadlines_by_progress_and_by_the_request() -> None:
     rig = Rig()
