@@ -33,6 +33,7 @@ thread_barrier: Any = getattr(gl, "thread_barrier", None) or getattr(gl, "barrie
 
 __all__ = [
     "COMPILE_ERRORS",
+    "LOG2_E",
     "await_previous",
     "await_results",
     "cdiv",

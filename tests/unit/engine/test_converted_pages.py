@@ -89,6 +89,20 @@ def test_kernel(shape: tuple[int, int, int], dtype: torch.dtype, capacity: int) 
 
 
 @needs_interpreter
+@pytest.mark.parametrize("requests", [64, 65, 130])
+def test_as_many_requests_as_a_program_reads_and_more(requests: int) -> None:
+    """Each has one page, and there is none for the last one."""
+    keys, values = (torch.randn(requests, 4, 2, 8).to(FP8) for _ in range(2))
+    starts = torch.arange(0, 3 * requests + 1, 3, dtype=torch.int32)
+    table = torch.randperm(requests, dtype=torch.int32)[:, None].contiguous()
+    asked = keys, values, table, starts, torch.full((requests,), 3, dtype=torch.int32)
+    rest = 0.5, 2.0, torch.float32, requests - 1
+    expected = converted_pages_reference(*asked, *rest)
+    assert expected.others.tolist() == [0] * (requests - 1) + [3]
+    same(converted_pages_triton(*asked, *rest), expected, 4)
+
+
+@needs_interpreter
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=5),
