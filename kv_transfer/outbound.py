@@ -87,6 +87,11 @@ class Outbound:
         return self.waits_since + self.limits.slots_timeout
 
     @property
+    def given_up(self) -> bool:
+        """True if nothing more is sent. The room of several parts is lost only once all of them have settled."""
+        return self.failure is not None
+
+    @property
     def settled(self) -> bool:
         return not self._posted
 
@@ -151,7 +156,7 @@ class Outbound:
 
     def complete(self, end: int, now: float) -> None:
         """Post what was not sent layer by layer: the forwards that wrote logical pages below `end` have ended."""
-        if self.state is SendState.DRAINING:
+        if self.given_up:
             return
         for posted in self._posted:
             if posted.rest is not None and posted.first + posted.count <= end:
@@ -161,8 +166,8 @@ class Outbound:
 
     def _next(self, src_pages: Sequence[int], first: int) -> PageList | None:
         """Count these pages as posted and return them; None if there are none or the room is lost."""
-        if self.state is SendState.DRAINING:
-            return None  # an event that the node has not read yet announces the loss
+        if self.given_up:
+            return None  # the event that announces the loss comes later, or has not been read yet
         slots, peer = self.slots, self.peer
         if self.state is not SendState.GRANTED or slots is None or peer is None:
             raise InternalError(
@@ -184,7 +189,7 @@ class Outbound:
 
     def finish(self, record: HandoffRecord, state_slot: int, now: float) -> None:
         """Post the state, if there is any. The record follows all writes; every granted page must have been sent."""
-        if self.state is SendState.DRAINING:
+        if self.given_up:
             return
         if self.slots is None or self.next_page != self.slots.held_pages + len(self.slots.pages):
             raise InternalError(f"room {self.room}: finished after page {self.next_page} of {self.slots}")

@@ -6,7 +6,7 @@ had its turns nothing is left on any of them.
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import Overloaded, Unavailable
@@ -149,6 +149,9 @@ class Watch:
         assert ends == (room in self.expected)
 
 
+# Of two decode ranks, a write to one fails, and that to the other is still outstanding when more pages are sent.
+@example((1, 2), ["fail", "stick"], True, [("prefill turn", 0)] * 20)
+@example((1, 2), ["stick", "none", "none", "fail"], True, [("prefill turn", 0)] * 20)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.tuples(SIZES, SIZES),
