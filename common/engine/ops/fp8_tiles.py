@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.engine.ops.fp8_codes import GROUP
-from common.engine.ops.shared_memory import BARRIER_BYTES, H200
+from common.engine.ops.shared_memory import BARRIER_BYTES, H200, programs_together
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 MIN_ROWS = 16  # of a tile of the matrix units
@@ -24,8 +24,6 @@ SUMMED = 512
 GATED_ROWS, GATED_STAGES = 64, 3
 # Steps in flight of gated products whose programs would otherwise take two turns.
 CROWDED_STAGES = 2
-# Bytes of shared memory that a GPU reserves for each program.
-RESERVED = 1024
 # Depth and number of the steps in flight of the only program of a multiprocessor that adds them up.
 DEEP, DEEP_STAGES = 256, 4
 # Rows up to which these kernels are faster than the library's, with scales per channel and per block.
@@ -53,7 +51,7 @@ class Fp8Tiles(NamedTuple):
 
     def at_once(self, processors: int, shared: int) -> int:
         """Return the number of programs that run at the same time; `shared` is in bytes per program, at most."""
-        return processors * ((shared + RESERVED) // (self.shared_bytes() + RESERVED))
+        return processors * programs_together(shared, self.shared_bytes())
 
     def fitting(self, shared: int, matrices: int = 1) -> Fp8Tiles:
         """Return the tiles with fewer steps in flight if those that were measured do not fit."""

@@ -14,6 +14,8 @@ import torch
 
 from common.engine.ops.triton_kernel import next_power_of_2
 
+# What a GPU reserves for each program (CUDA C++ programming guide, from compute capability 8.0 on).
+RESERVED_BYTES = 1024
 MIN_TILE = 16  # rows or keys: the minimum of a tile of the matrix units
 SHORT = 32  # keys: below this, rows are reduced before keys
 BARRIER_BYTES = 2048  # for reductions and barriers
@@ -37,6 +39,15 @@ def room_of(device: torch.device) -> SharedMemory:
     properties = torch.cuda.get_device_properties(device)
     shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return SharedMemory(shared_bytes, properties.major not in (8, 12))  # these multiply from registers
+
+
+def programs_together(shared: int, used: int) -> int:
+    """Return how many programs that use so many bytes share a multiprocessor, at least one.
+
+    Args:
+        shared: bytes that a program may use; then it has a multiprocessor to itself.
+    """
+    return max((shared + RESERVED_BYTES) // (used + RESERVED_BYTES), 1)
 
 
 def attention_bytes(

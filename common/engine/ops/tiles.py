@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import BARRIER_BYTES, H200
+from common.engine.ops.shared_memory import BARRIER_BYTES, H200, programs_together
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: the minimum of a tile of the matrix units
@@ -46,8 +46,8 @@ class Tiles(NamedTuple):
         return (self.most_rows + matrices * self.columns) * self.depth * 2
 
     def at_once(self, processors: int, matrices: int = 1, shared: int = H200.shared_bytes) -> int:
-        """Return the number of programs that run at the same time; `shared` is in bytes per multiprocessor."""
-        return processors * max(shared // self.shared_bytes(matrices), 1)
+        """Return the number of programs that run at the same time; `shared` is in bytes per program, at most."""
+        return processors * programs_together(shared, self.shared_bytes(matrices))
 
     def of_rows(self, rows: int) -> Tiles:
         """Return these tiles for x of so many rows."""
