@@ -1,9 +1,9 @@
-"""The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
+"""Runs a process of the cluster: its command line, logs, start-up report, signals and exit codes.
 
-Exit codes: 0 drained, 1 a defect (in the log is a traceback, or the stacks of a process that did not end), 2 the
-configuration or the model cannot be served, or no router takes the node, 3 the main loop or the start of a node hung
-(stacks in the log), 4 a rank of a node has failed (the reason is in the log), 5 a thread of a node has failed (its
-stack is in the log).
+Exit codes: 0 drained, 1 a defect (the log has a traceback, or the stacks of a process that did not end), 2 the
+configuration or the model cannot be served, or no router accepts the node, 3 the main loop or the start of a node hung
+(the log has the stacks), 4 a rank of a node has failed (the log has the reason), 5 a thread of a node has failed (the
+log has its stack).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ END_SECONDS = 120.0
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
 NameOption = Annotated[str, typer.Option("--name", help="Name of this process among the file's nodes")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="PATH=VALUE, overrides file and environment")
+    list[str] | None, typer.Option("--set", help="KEY=VALUE; overrides file and environment")
 ]
 StatusOption = Annotated[
     int | None, typer.Option("--status-fd", help="Descriptor for start-up progress", hidden=True)

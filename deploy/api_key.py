@@ -48,7 +48,7 @@ def main(
         typer.Option(
             min=-MAX_PRIORITY,
             max=MAX_PRIORITY,
-            help="Lowest priority, the most urgent one, that its requests may ask for; default 0",
+            help="Most urgent priority, that is the lowest number, that its requests may ask for; default 0",
         ),
     ] = None,
     weight: Annotated[

@@ -67,31 +67,31 @@ COLUMNS = {
 def run(
     url: Annotated[str, typer.Argument(help="the server, e.g. http://127.0.0.1:8000")],
     compare: Annotated[
-        str | None, typer.Option(metavar="URL", help="a second server: it takes turns with the first one")
+        str | None, typer.Option(metavar="URL", help="second server, measured in turns with the first")
     ] = None,
     rate: Annotated[
         list[float] | None,
         typer.Option(
             min=0.001,
-            help="open loop: requests per second; may be repeated; default 4. With --search: the first rate",
+            help="open loop: requests per second; may be repeated; default 4. With --search: rate to start at",
         ),
     ] = None,
     concurrency: Annotated[
-        list[int] | None, typer.Option(min=1, help="closed loop: clients; may be repeated")
+        list[int] | None, typer.Option(min=1, help="closed loop: number of clients; may be repeated")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="replay a trace in Mooncake's format (JSON lines)")
     ] = None,
     search: Annotated[
         bool,
-        typer.Option("--search", help="find the highest rate at which --share of requests keep both limits"),
+        typer.Option("--search", help="find the highest rate at which --share of requests meet both limits"),
     ] = False,
     share: Annotated[
-        float | None, typer.Option(help="search: share of requests within both limits; default 0.99")
+        float | None, typer.Option(help="search: share of requests that must meet both limits; default 0.99")
     ] = None,
     min_rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="search: lowest rate to probe; default 15 / seconds, so 0.25"),
+        typer.Option(min=0.001, help="search: lowest rate to probe; default 15 / --seconds (0.25 for 60 s)"),
     ] = None,
     max_rate: Annotated[
         float | None, typer.Option(min=0.001, help="search: highest rate to probe; default 1024")
@@ -100,23 +100,24 @@ def run(
         float | None,
         typer.Option(
             min=0.001,
-            help="search: largest step between the rate that is found and one that misses, as a share of it; "
+            help="search: maximum relative gap between the rate found and a higher one that misses; "
             "default 0.05",
         ),
     ] = None,
     max_probes: Annotated[
-        int | None, typer.Option(min=1, help="search: rates to probe on each server at most; default 12")
+        int | None,
+        typer.Option(min=1, help="search: maximum number of rates to probe on each server; default 12"),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, help="open loop: length of the arrivals; default 60, or the whole trace"),
+        typer.Option(min=0.1, help="open loop: seconds of arrivals; default 60, or the whole trace"),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(min=1, help="closed loop: requests per level; default 4 per client, at least 12"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="number of repetitions, each with its own times")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="the seeds are this number and those after it")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="number of repetitions, each with new arrivals")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="first seed; repetitions count up from it")] = 1,
     input_tokens: Annotated[int, typer.Option("--input", min=1, help="tokens of a prompt")] = 512,
     output_tokens: Annotated[int, typer.Option("--output", min=1, help="tokens of an answer")] = 64,
     prefixes: Annotated[
@@ -125,28 +126,28 @@ def run(
     prefix_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens of a shared prefix; default 256")
     ] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="trace: multiplies the rate of arrivals")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.001, help="trace: factor for the rate of arrivals")] = 1.0,
     length_scale: Annotated[
-        float, typer.Option(min=0.001, help="trace: multiplies the lengths of prompts, answers and blocks")
+        float, typer.Option(min=0.001, help="trace: factor for the lengths of prompts, answers and blocks")
     ] = 1.0,
     max_input: Annotated[
         int | None, typer.Option(min=1, help="trace: leave out prompts with more tokens, after scaling")
     ] = None,
-    ttft_ms: Annotated[float, typer.Option(min=0.001, help="limit of first tokens for goodput")] = 200.0,
-    gap_ms: Annotated[float, typer.Option(min=0.001, help="limit of every gap for goodput")] = 15.0,
+    ttft_ms: Annotated[float, typer.Option(min=0.001, help="goodput: maximum time to first token")] = 200.0,
+    gap_ms: Annotated[float, typer.Option(min=0.001, help="goodput: maximum length of any gap")] = 15.0,
     max_lag_ms: Annotated[
-        float, typer.Option(help="largest p99 of this program's own delays; above, the exit code is 3")
+        float, typer.Option(help="maximum p99 of this program's own delays; beyond it, the exit code is 3")
     ] = 5.0,
     vocabulary: Annotated[
         int,
         typer.Option(
-            "--vocab", min=8, help="token ids are drawn below this; every tiny model has the default"
+            "--vocab", min=8, help="prompts have token ids below this; the default fits every tiny model"
         ),
     ] = 600,
     salt: Annotated[
-        int | None, typer.Option(min=0, help="prompts are the same for the same salt; default: new ones")
+        int | None, typer.Option(min=0, help="the same salt gives the same prompts; default: new ones")
     ] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="requests to each server that do not count")] = 2,
+    warm_up: Annotated[int, typer.Option(min=0, help="unmeasured requests sent to each server first")] = 2,
     model: Annotated[str | None, typer.Option(help="default: the first one that each server lists")] = None,
     extra_body: Annotated[str, typer.Option(metavar="JSON", help="fields to add to every request")] = "{}",
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
@@ -159,10 +160,10 @@ def run(
 ) -> None:
     """Measure servers under load: Poisson arrivals (--rate), a closed loop (--concurrency) or a trace (--trace).
 
-    --search finds the highest rate of Poisson arrivals at which a share of requests keeps --ttft-ms and --gap-ms.
+    --search finds the highest rate of Poisson arrivals at which --share of the requests meet --ttft-ms and --gap-ms.
 
-    Prompts are random token ids, sent to /v1/completions; answers are streamed and never end early. Times count from
-    when a request was due, even if it was sent later.
+    Prompts are random token ids, sent to /v1/completions; answers are streamed and never end early. Times are measured
+    from when a request was due, even if it was sent later.
     """
     search_values = {
         "--share": share,

@@ -37,9 +37,9 @@ from deploy.terminal_text import printable
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 MAX_QUESTION_BYTES = 8 << 20  # of a piped one
 HELP = """/image PATH    send an image with the next question
-/system TEXT   set the system prompt; without TEXT: none
+/system TEXT   set the system prompt; without TEXT, remove it
 /reset         forget the conversation
-/quit          leave, as Ctrl-D; Ctrl-C ends a running answer"""
+/quit          leave, like Ctrl-D; Ctrl-C stops a running answer"""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ def run(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one answer")] = 600.0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
 ) -> None:
-    """Chat with a server. Without a terminal, standard input is one question and its answer is printed.
+    """Chat with a server. Without a terminal, read one question from standard input and print the answer.
 
     Commands in a chat: /image PATH, /system TEXT, /reset, /quit.
     """

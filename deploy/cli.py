@@ -52,7 +52,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="CLUSTER.yaml|MODEL_DIR|ORG/NAME",
-        help="A cluster file, a model directory, or a model of the Hugging Face hub. A path that exists wins.",
+        help="A cluster file, a model directory, or a model on the Hugging Face hub. "
+        "An existing path takes precedence.",
         show_default="deploy/clusters/local.yaml, a tiny model",
     ),
 ]
@@ -77,9 +78,9 @@ def up(
 ) -> None:
     """Start a cluster on this machine and keep it running; Ctrl-C drains it.
 
-    A model runs on one prefill node and one decode node: on the CPU without a GPU, on a single GPU, or on two GPUs.
+    A model runs on one prefill node and one decode node: on two GPUs, on one, or on the CPU if there is no GPU.
 
-    ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
+    ORG/NAME is loaded from the Hugging Face cache, or downloaded if it is not cached.
     """
     values = with_port(overrides, port)
     try:
@@ -135,7 +136,7 @@ def _supervise(resolved: Resolved, cluster: Path, values: list[str]) -> None:
 
 @app.command(context_settings=HELP)
 def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
-    """Drain and stop a cluster, whether deploy/up started it or the launch scripts did on this host."""
+    """Drain and stop a cluster that was started on this host by deploy/up or by the launch scripts."""
     cluster = _cluster_file(target, missing_exit=0)
     values = with_port(overrides, port)
     found = _find(cluster, values)

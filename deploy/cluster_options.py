@@ -19,7 +19,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override a key of the file and the environment, as in router.port=8001; may be repeated.",
+        help="Set a key, such as router.port=8001, overriding file and environment; may be repeated.",
     ),
 ]
 Port = Annotated[

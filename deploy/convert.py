@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def main(directory: Annotated[Path, typer.Argument(help="Model directory with .bin files")]) -> None:
-    """Write model.safetensors, or one file for each .bin file and their index."""
+    """Convert .bin files to model.safetensors, or to one file for each of them and an index."""
     try:
         convert(directory, lambda line: print(line, flush=True))
     except ModelError as error:

@@ -1,7 +1,6 @@
-"""deploy/planner: watches a cluster and changes roles of its nodes, or its replicas in Kubernetes.
+"""deploy/planner: watches a cluster and changes the roles of its nodes, or its replicas in Kubernetes.
 
-Exit codes: 0 it was ended by a signal, 2 the settings, the target or the key are refused, or there is nothing that it
-could change.
+Exit codes: 0 ended by a signal, 2 settings, target or key refused, or nothing in the cluster that it could change.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def run(
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="for a URL: a key with the scope admin")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="log decisions, and change nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="log decisions, but change nothing")] = False,
 ) -> None:
-    """Change roles of movable nodes, or replicas in Kubernetes, as measured latencies ask for."""
+    """Adapt the roles of movable nodes, or the replicas in Kubernetes, to measured latencies."""
     try:
         asyncio.run(plan(read_settings(file), Routers(target, api_key), dry_run))
     except ConfigError as error:
