@@ -1,4 +1,4 @@
-"""Offers the pages of arrived prompts to other requests, once they are complete and found to be what was sent."""
+"""Offers the pages of arrived prompts to other requests, once they are complete and their checksums match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kv_transfer.page_check import PageCheck
 
 
 class ArrivedPages:
-    """Owned by the main loop.
+    """The pages of arrived prompts; owned by the main loop.
 
     A request may take part in steps while its pages are compared, but emits nothing before that has ended.
     """

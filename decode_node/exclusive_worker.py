@@ -10,7 +10,7 @@ from decode_node.step_result import Launched, Trees, Worker
 
 
 class ExclusiveWorker:
-    """Launches while nobody else does. The device then runs all launches in this order, on one stream."""
+    """Launches only while the other worker does not. So the device runs all launches in order, on one stream."""
 
     def __init__(self, worker: Worker, device: SharedDevice) -> None:
         self._worker = worker

@@ -1,4 +1,4 @@
-"""Takes over what a handoff record says about a request."""
+"""Initializes a request from its handoff record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages that host memory keeps of a retracted request."""
+"""The pages of a retracted request that are kept in host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.kv_cache.host_cache import HostPrefix
 
 @dataclass(slots=True, eq=False)
 class HeldPages:
-    """The pages of a retracted request in host memory; `DecodeTier.free_retracted` exactly once."""
+    """The pages of a retracted request in host memory; call `DecodeTier.free_retracted` exactly once."""
 
     num_pages: int
     nbytes: int  # of blocks of its own

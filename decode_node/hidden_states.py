@@ -1,4 +1,4 @@
-"""Copies the hidden states of a step that the router gets, and attaches them to the tokens drawn from them."""
+"""Copies the hidden states of a step that are sent to the router, and attaches them to the tokens drawn from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out the copies of a plan to and from host memory, and knows which have ended."""
+"""Carries out the copies of a plan to and from host memory, and tracks which have ended."""
 
 from __future__ import annotations
 

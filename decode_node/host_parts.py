@@ -1,4 +1,4 @@
-"""Composes the host memory of a decode node; without any, its parts find and copy nothing."""
+"""Composes the host memory of a decode node. If the node has none, the parts find and copy nothing."""
 
 from __future__ import annotations
 

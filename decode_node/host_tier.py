@@ -31,7 +31,7 @@ MAX_FETCHES = 32  # in progress
 
 
 class FoundPrefix(NamedTuple):
-    """A prefix in host memory that is longer than what the pool has; `fetch` or `release` exactly once."""
+    """A prefix in host memory that is longer than the one in the pool; call `fetch` or `release` exactly once."""
 
     prefix: HostPrefix | None = None
     pages: int = 0  # logical pages

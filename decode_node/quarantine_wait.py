@@ -13,7 +13,7 @@ MAX_SECONDS = 5.0  # seconds; a process that ended is noticed, and an abort answ
 
 
 class QuarantineWait:
-    """Measures for how long nothing but quarantines has held pages while requests wait for some."""
+    """Measures how long only quarantines have held pages while requests wait for some."""
 
     def __init__(self, queues: Queues) -> None:
         self._queues = queues

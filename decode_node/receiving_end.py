@@ -1,4 +1,4 @@
-"""The receiving end of a rank's transfers: its endpoint, in whose memory the pool is, and what its sockets need."""
+"""The receiving end of a rank's transfers: its endpoint, whose memory holds the pool, and the setup of its sockets."""
 
 from __future__ import annotations
 

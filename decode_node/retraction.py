@@ -1,4 +1,4 @@
-"""Decides what is saved of a request that leaves the batch for lack of pages, so that nothing is computed twice.
+"""Decides which data of a request is saved when it leaves the batch for lack of pages, so that none is recomputed.
 
 The copies themselves are moves of a plan (step_plan.py); host memory for them is bounded here. On nodes that keep
 cached prefixes in host memory, pages are kept there (host_tier.py), and only the rest of a row is saved on its own.

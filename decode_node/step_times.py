@@ -1,4 +1,4 @@
-"""Tracks when the steps of a node begin on the device, as far as the host can tell without asking it."""
+"""Tracks when the steps of a node begin on the device, as far as the host can tell without synchronizing."""
 
 from __future__ import annotations
 

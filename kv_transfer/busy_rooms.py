@@ -1,4 +1,4 @@
-"""Rooms that every poll has to advance, and how soon the next poll is useful."""
+"""Tracks the rooms that every poll has to advance, and how soon the next poll is useful."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE: Final = 0.01
 
 
 class BusyRooms:
-    """Rooms with writes whose end no message announces, or with a record that is to be written."""
+    """The rooms with writes whose end no message announces, or with a record still to be written."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._rooms: dict[int, OutboundRoom] = {}

@@ -1,4 +1,4 @@
-"""Decides whether pages of a prefill node can be written into a decode node, and says why not."""
+"""Decides whether a decode node can take the pages of a prefill node, and gives the reason if it cannot."""
 
 from __future__ import annotations
 

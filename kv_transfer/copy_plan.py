@@ -1,4 +1,4 @@
-"""Turns page lists into runs, and runs into copies of one or many rows."""
+"""Turns page lists into runs of pages, and runs into copies of one or many rows."""
 
 from __future__ import annotations
 

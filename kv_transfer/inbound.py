@@ -1,4 +1,4 @@
-"""The receiving side's view of one prefill rank, and of what one room receives from it."""
+"""The receiving side's state of one prefill rank, and of each room that receives from it."""
 
 from __future__ import annotations
 

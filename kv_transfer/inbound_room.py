@@ -81,7 +81,7 @@ def _shown(ranks: set[tuple[int, int]]) -> str:
 
 
 class InboundRooms:
-    """The rooms of one receiver and what they hold: record slots, pages, state slots."""
+    """The rooms of one receiver and their resources: record slots, pages, state slots."""
 
     def __init__(self, layout: PoolLayout, record_slots: int) -> None:
         self._layout = layout

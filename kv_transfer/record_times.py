@@ -1,4 +1,4 @@
-"""Tells when a handoff record was sent and seen, for the timeline of its request."""
+"""Determines when a handoff record was sent and seen, for the timeline of its request."""
 
 from __future__ import annotations
 

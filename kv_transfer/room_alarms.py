@@ -1,4 +1,4 @@
-"""Times at which rooms have waited for too long: they are looked at then, and in no poll before."""
+"""Alarms for rooms that have waited too long: a room is checked when its alarm is due, not in every poll before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_transfer.outbound_room import OutboundRoom
 
 
 class RoomAlarms:
-    """A heap of times of rooms. Rooms that have ended leave it when it has grown to a multiple of the others."""
+    """A heap of the rooms' alarms. Those of ended rooms are removed once the heap is a multiple of the live rooms."""
 
     def __init__(self, rooms: Mapping[int, OutboundRoom]) -> None:
         """`rooms` is a live view of the rooms that have not ended."""

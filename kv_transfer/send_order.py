@@ -1,4 +1,4 @@
-"""The order to send pages of one request."""
+"""An order to send pages of one request."""
 
 from __future__ import annotations
 

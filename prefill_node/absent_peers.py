@@ -1,4 +1,4 @@
-"""Finds decode nodes that are gone although no router says so.
+"""Finds decode nodes that are gone although no router has reported it.
 
 Routers report the loss of a node. One that was restarted while the node ended never knew it, and the memory of the
 ended process would stay mapped here: its successor might find no room for a pool.
@@ -16,7 +16,7 @@ ABSENT_SECONDS: Final = 15.0  # without a connection, after which a decode node 
 
 
 class AbsentPeers:
-    """Tracks since when decode nodes cannot be reached."""
+    """Tracks how long decode nodes have been unreachable."""
 
     def __init__(self, reachable: Callable[[bytes], bool]) -> None:
         """`reachable(routing id)`: whether that decode node is connected."""

@@ -1,4 +1,4 @@
-"""Admits prompts to the pages of the pool, and looks up which part of each need not be computed."""
+"""Admits prompts to the pages of the pool, and looks up which part of each is cached and need not be computed."""
 
 from __future__ import annotations
 

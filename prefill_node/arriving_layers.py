@@ -1,4 +1,4 @@
-"""Lets each layer of a forward begin after the copies of cached prefixes to that layer, and not wait for the others."""
+"""Lets each layer of a forward wait only for the copies of cached prefixes to that layer, not for those to others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefill_node.around_attention import AroundAttention
 
 
 class ArrivingLayers:
-    """The copies that no launched forward waits for yet, by the target's layer that reads what they bring."""
+    """The copies that no launched forward waits for yet, by the layer of the target that reads them."""
 
     def __init__(self) -> None:
         self._layers: dict[int, Stage] = {}

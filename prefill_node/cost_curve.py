@@ -1,4 +1,4 @@
-"""The cost curve of a prefill node: the milliseconds of a forward by its tokens.
+"""The cost curve of a prefill node: the milliseconds of a forward by its number of tokens.
 
 A forward takes as long as the smallest size that holds its tokens (graphs are captured per size), plus what attention
 over tokens of earlier forwards adds. By the curve the scheduler decides which prompts share a forward, and where long

@@ -1,4 +1,4 @@
-"""Predicted and measured times of a node's forwards: what the scheduler decides by, and what operators compare."""
+"""Predicts and measures the times of a node's forwards: the scheduler decides by them, and operators compare them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPORTED = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32_768)
 
 
 class _Running(NamedTuple):
-    """A forward whose results are not read."""
+    """A forward whose results have not been read."""
 
     tokens: int
     contexts: int  # tokens of earlier forwards that its tokens attend to, summed up

@@ -1,4 +1,4 @@
-"""The scheduler's view of images: which it accepts, and which prompts have theirs."""
+"""The scheduler's view of images: which ones it accepts, and which prompts have theirs ready."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Waiting(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The content of a forward: the first `whole` prompts of the queue whole, then `part` tokens of the next one."""
+    """The content of a forward: all of the first `whole` prompts of the queue, then `part` tokens of the next one."""
 
     whole: int
     part: int = 0

@@ -131,7 +131,7 @@ def _room_pages(orders: Sequence[SendOrder]) -> list[RoomPages]:
 
 
 class GroupPageSending:
-    """Sends on rank 0, and lets the other ranks of the node send their parts."""
+    """Sends the pages of rank 0, and tells the node's other ranks to send theirs."""
 
     def __init__(self, own: PageSending, group: SenderGroup) -> None:
         self._own = own

@@ -1,4 +1,4 @@
-"""Images of prompts, from pixels to rows of embeddings: what a worker keeps of them between forwards."""
+"""The images of prompts that a worker keeps between forwards, from pixels to rows of embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention that reports each layer whose keys and values are in the pool, for work that does not need all layers."""
+"""Attention that reports each layer once its keys and values are in the pool, for work that need not wait for all."""
 
 from __future__ import annotations
 

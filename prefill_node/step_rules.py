@@ -1,4 +1,4 @@
-"""Planning rules for forwards: what the draft reads and writes outside of the chunk itself."""
+"""Rules for planning forwards: the positions that the draft reads and writes outside the chunk itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of the families of vision parts, with what a prefill node runs for each.
+"""The table of vision families, with the parts that a prefill node runs for each.
 
 To add one, write its config with a row in `parse_vision` (common/checkpoint/vision_config.py), its part in
 common/engine/models/, its memory with a row in common/node/encoder_memory.py, and a record here.

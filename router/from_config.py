@@ -1,4 +1,4 @@
-"""Derives from the cluster file what the router expects of its nodes and how each listener authenticates clients.
+"""Derives the router's expectations of its nodes, and each listener's authentication, from the cluster file.
 
 Also how answers of the model are read.
 """

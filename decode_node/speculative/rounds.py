@@ -1,4 +1,4 @@
-"""A round of speculation as its phases see it: the requests, their positions and their KV slots.
+"""A round of speculation, shared by its phases: the requests, their positions and their KV slots.
 
     draft -> verify -> draft-extend      one graph launch each; without graphs the same programs are called directly
 
@@ -133,7 +133,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """The output of a phase whose results are all in device state."""
+    """The output of a phase that leaves all results in device state."""
 
 
 NOTHING: OutputSpec[Nothing] = OutputSpec(Nothing, {})

@@ -1,4 +1,4 @@
-"""The description of a decode node's memory, by which a prefill node can write into it: one struct per transport.
+"""The description of a decode node's memory that lets a prefill node write into it: one struct per transport.
 
 Hello carries it as a name and raw bytes, so that the handshake depends on no transport: the prefill node's endpoint
 says which struct it accepts, and every other one is refused with a sentence.

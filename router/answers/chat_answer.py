@@ -27,7 +27,7 @@ def assistant_text(last: Message) -> str:
 
 
 class ChatAnswer:
-    """Follows from the fields of a request, the model and the prompt. An answer that needs no parser gets none."""
+    """Handles one answer, by the request's fields, the model and the prompt. Uses a parser only where one is needed."""
 
     def __init__(
         self, rules: ChatRules, style: AnswerStyle, prompt: Sequence[int], tokenizer: Tokenizer

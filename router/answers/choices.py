@@ -1,4 +1,4 @@
-"""Makes the generation requests of one prompt, and what turns their tokens into text."""
+"""Makes the generation requests of one prompt, and the objects that turn their tokens into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Details of answers that vLLM's and SGLang's clients ask for: token ids, `prompt_logprobs` and hidden states.
+"""Adds details that clients of vLLM and SGLang ask for: token ids, `prompt_logprobs` and hidden states.
 
 With `return_token_ids` every choice, complete or in a chunk, has its `token_ids`. The ids of the prompt are
 `prompt_token_ids`: in the answer and its first chunks for a chat, in each choice and its first chunk for a completion.
@@ -193,7 +193,7 @@ class LastState:
 
 
 class PromptScoreList:
-    """The member `prompt_logprobs`: null for the first token, then id -> log-probability of each and its likeliest."""
+    """The member `prompt_logprobs`: null for the first token, then id -> log-probability of each and the likeliest."""
 
     def __init__(self, ids: Sequence[int], top: int, names: TokenNames) -> None:
         self._ids = ids

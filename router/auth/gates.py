@@ -53,7 +53,7 @@ class Gate(Protocol):
 
 
 class OpenGate:
-    """Admits clients without API keys. `view` is what each of them may see: the cluster if the address is loopback."""
+    """Admits clients without API keys. `view` is what they may see: the whole cluster if the address is loopback."""
 
     def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
         self._hosts = hosts

@@ -41,7 +41,7 @@ _BYTES = 8 * (_HEADER + MAX_KEYS * _ROW)
 
 
 class Use(NamedTuple):
-    """Amounts by which a key has used its limits."""
+    """The amounts of its limits that a key has used."""
 
     requests: int = 0
     tokens: int = 0
@@ -49,7 +49,7 @@ class Use(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The rest of the limits of a key, infinite for one that it does not have, at a monotonic time."""
+    """The remainders of a key's limits at a monotonic time; infinite for a limit that it does not have."""
 
     requests: float
     tokens: float

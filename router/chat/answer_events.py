@@ -16,7 +16,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of the answer itself. `spans`: where the model has written it, in the order of its text."""
+    """A piece of the answer itself. `spans`: its positions in the model's output, in the order of its text."""
 
     text: str
     spans: tuple[Span, ...] = field(default=(), compare=False)

@@ -27,7 +27,7 @@ PIECE = 4096  # characters read at once
 
 
 class TextSink:
-    """Passes text on and holds blanks back until it is known what follows them."""
+    """Passes text on, but holds whitespace back until the text after it is known."""
 
     def __init__(self, emit: Callable[[str, tuple[Span, ...]], None]) -> None:
         self._emit = emit

@@ -26,7 +26,7 @@ NO_ARGUMENTS: dict[str, Any] = {
 
 
 class Thought(Enum):
-    """The place of the answer's message when the model begins to write."""
+    """The part of the message in which the model begins to write."""
 
     NONE = auto()  # past its reasoning, or the model does not reason
     POSSIBLE = auto()  # it may begin with a reasoning section

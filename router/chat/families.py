@@ -1,4 +1,4 @@
-"""Response templates for families whose checkpoints bring none, chosen by what the chat template contains."""
+"""Response templates for families whose checkpoints have none, chosen by the contents of the chat template."""
 
 from __future__ import annotations
 

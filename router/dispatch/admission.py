@@ -36,7 +36,7 @@ NO_ROOM = Room(0, 0, 0)
 
 
 class VersionedNodes(Protocol):
-    """The nodes and what has changed of them."""
+    """The nodes, with versions that tell what has changed."""
 
     @property
     def version(self) -> int:

@@ -1,4 +1,4 @@
-"""Passes what nodes say of requests to the attempts that they belong to.
+"""Passes the messages of nodes about requests to the attempts that they belong to.
 
 A node may speak only of attempts that it takes part in. Messages about attempts that have ended, or belong to another
 node, are dropped: they cross aborts and retries.

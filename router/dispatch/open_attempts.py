@@ -1,4 +1,4 @@
-"""The attempts that nodes are working on, by room; tells everything that counts open attempts."""
+"""Tracks the attempts that nodes are working on, by room, and informs all objects that count open attempts."""
 
 from __future__ import annotations
 

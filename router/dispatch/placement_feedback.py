@@ -1,4 +1,4 @@
-"""Tells health and history what became of the requests: where they are, what was cached, how long each part took."""
+"""Reports the outcome of requests to health and history: their nodes, cached tokens, and the time of each part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_ANSWER = 8  # tokens: shorter answers say little about the steps of a node
 
 
 class PlacementFeedback:
-    """Reports each attempt to what placement considers, and counts it on both nodes."""
+    """Reports each attempt to the health and history that placement uses, and counts it on both nodes."""
 
     def __init__(self, history: PlacementHistory, health: NodeHealth, metrics: PlacementMetrics) -> None:
         self._history = history

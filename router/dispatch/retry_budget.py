@@ -18,7 +18,7 @@ BURST = 100.0  # the most retries that can be saved up
 
 
 class RetryBudget:
-    """A token bucket that every request fills by `ratio`."""
+    """A token bucket to which every request adds `ratio`."""
 
     def __init__(self, ratio: float, clock: Callable[[], float]) -> None:
         """`ratio`: allowed retries per request."""

@@ -125,7 +125,7 @@ class FirstOfPrompt:
 
 
 class FollowerOfPrompt:
-    """A request that uses the pages that the first one has computed."""
+    """A request that uses the pages computed for the first one."""
 
     counted = False
 

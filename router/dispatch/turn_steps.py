@@ -1,4 +1,4 @@
-"""Decides how much of what nodes send is handled in one turn of the event loop."""
+"""Decides how many messages of nodes are handled in one turn of the event loop."""
 
 from __future__ import annotations
 

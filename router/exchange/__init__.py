@@ -1,1 +1,1 @@
-"""Exchanges what the router processes of one host know: series, timelines, loads, and requests to abort."""
+"""Exchanges information between the router processes of one host: series, timelines, loads, and requests to abort."""

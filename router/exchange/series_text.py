@@ -1,4 +1,4 @@
-"""Puts the series of several router processes into one answer to Prometheus.
+"""Merges the series of several router processes into one answer to Prometheus.
 
 Each process has its own counters, and one that restarts begins at zero: their sum would fall, which Prometheus takes
 for a restart of all. So series of a router carry its name as the label `router`, and queries add them up. Series that

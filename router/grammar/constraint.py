@@ -1,4 +1,4 @@
-"""The constraint that an answer must match, not compiled yet."""
+"""The constraint that an answer must satisfy, before it is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, and what writes them."""
+"""Grammars in llguidance's dialect of Lark, and their writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structural tags: free text in which a trigger begins one of some tags, whose content is JSON of a schema.
+"""Structural tags: free text in which a trigger starts one of several tags, whose content is JSON by a schema.
 
 The form is the one that vLLM and SGLang take: `structures` of `begin`, `schema` and `end`, and `triggers`.
 """
@@ -27,7 +27,7 @@ class Tag(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tags(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Any text with these tags in it. What follows a trigger is the rest of a tag that begins with it."""
+    """Any text with these tags in it. A trigger must be followed by the rest of a tag that begins with it."""
 
     tags: list[Tag]
     triggers: list[str]

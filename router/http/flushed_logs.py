@@ -1,4 +1,4 @@
-"""Ends the windows of bounded logs on the event loop, so that their counts are logged although no event follows."""
+"""Ends the windows of bounded logs on the event loop, so that their counts are logged even if no event follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of the route that serves a request: what gates decide by, and a label of metrics."""
+"""Returns the path of the route that serves a request: gates decide by it, and metrics have it as a label."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from router.nodes.registry import Node
 
 
 class ClusterThroughput:
-    """Logs the tokens per second of all nodes together while they have load."""
+    """Logs the tokens per second of all nodes together while they are under load."""
 
     def __init__(
         self, log: Log, clock: Callable[[], float], nodes: Iterable[Node], waiting: Callable[[], int]

@@ -1,4 +1,4 @@
-"""Writes series as text, a few samples per turn of the event loop: hundreds of nodes have many thousands."""
+"""Writes series as text, a few samples per turn of the event loop, since hundreds of nodes have many thousands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Single(Collector):
 
 
 class Exposition:
-    """One answer to Prometheus. Families of one name are put together."""
+    """One answer to Prometheus. Families with the same name are merged."""
 
     def __init__(self, accept: str) -> None:
         """Choose the format: OpenMetrics if the client's header `accept` names that, otherwise Prometheus's text."""

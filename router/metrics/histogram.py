@@ -54,7 +54,7 @@ class LoopHistogram(Histogram, Collector):
 
 
 class BatchHistogram(LoopHistogram):
-    """A histogram for values that every request adds: they are collected, and counted many at a time.
+    """A histogram of values that every request adds: they are collected, and counted in batches.
 
     Its owner calls `settle` often enough; reports do so themselves.
     """

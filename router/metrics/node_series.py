@@ -214,7 +214,7 @@ SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
 
 class RouterCounts(NamedTuple):
-    """Counts of the router itself, which series of nodes show beside those of the nodes."""
+    """Counts of the router itself, which series of nodes show in addition to those of the nodes."""
 
     refused: int  # messages of nodes that it has refused
     waiting: int  # requests that wait at the router for room on a node

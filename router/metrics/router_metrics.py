@@ -1,4 +1,4 @@
-"""/metrics: the router's own series and those that nodes report with heartbeats, under vLLM's names where vLLM has one.
+"""/metrics: the router's own series, and those that nodes report by heartbeat, under vLLM's names where it has one.
 
 There is one registry per process. Node series are read from the node registry at scrape time; nothing is observed per
 token.

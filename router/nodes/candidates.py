@@ -1,4 +1,4 @@
-"""Turns nodes into candidates: what each is predicted to take for one prompt, by its load and by the history."""
+"""Turns nodes into candidates, each with its predicted times for one prompt, by its load and the history."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from router.nodes.registry import Node, NodeRegistry
 
 
 class DrainingDecode:
-    """Tells prefill nodes once of each decode node that drains, as soon as another one takes requests."""
+    """Tells prefill nodes once about each decode node that drains, as soon as another one takes requests."""
 
     def __init__(self, registry: NodeRegistry, post: Callable[[Node, PeerDraining], None]) -> None:
         """`post` sends a message to a node, and repeats that while the node cannot be reached."""

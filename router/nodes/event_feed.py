@@ -1,4 +1,4 @@
-"""Follows the KV events of one node: puts batches in order, and asks for those that are missing. It has no socket.
+"""Follows the KV events of one node: puts batches in order, and asks for missing ones. It has no socket of its own.
 
 A feed begins with a question for a snapshot, which has everything under the number of the latest batch; what is heard
 meanwhile waits. A gap in the numbers is followed by a question for the missing batches. If the node cannot repeat them,

@@ -1,4 +1,4 @@
-"""Reads the KV events of all nodes that publish them, and tells placement what their caches hold.
+"""Reads the KV events of all nodes that publish them, and tells placement what is in their caches.
 
 Each node has sockets of its own here, so that it can only speak for itself. Their addresses come with its registration,
 over the authenticated control link, and have to be those of the cluster file. What a node says about itself cannot be

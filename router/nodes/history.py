@@ -1,4 +1,4 @@
-"""Keeps what the router learns from requests and what placement predicts from it: prefixes, sessions and times."""
+"""Keeps the facts learned from requests by which placement predicts: prefixes, sessions and times."""
 
 from __future__ import annotations
 

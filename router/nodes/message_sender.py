@@ -1,4 +1,4 @@
-"""The sender of a message to the router, and whether it may speak for the process that it names."""
+"""Identifies the sender of a message to the router, and checks that it may speak for the process that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends what the requests of one turn of the event loop have for nodes together, at the end of the turn.
+"""Sends the messages to nodes of all requests in one turn of the event loop together, at the end of the turn.
 
 Messages for one node share frames, because a frame costs much more than a message: it is numbered, digested and kept
 until it is acknowledged, and ZMQ's thread has to be woken if it sleeps.

@@ -51,7 +51,7 @@ class PlacementPolicy(Protocol):
 
 @runtime_checkable
 class SamplingPolicy(PlacementPolicy, Protocol):
-    """A policy that chooses as well among some of many nodes of full weight."""
+    """A policy that chooses equally well among a sample of many nodes of full weight."""
 
     def sample(self, count: int, rng: Random) -> Sequence[int]:
         """Return the indices of the nodes to be compared among `count`; all of them if they are few."""
@@ -60,7 +60,7 @@ class SamplingPolicy(PlacementPolicy, Protocol):
 
 @runtime_checkable
 class PredictingPolicy(SamplingPolicy, Protocol):
-    """A policy that chooses by the predicted cost of its role and by nothing else."""
+    """A policy that chooses only by the predicted cost of its role."""
 
     predicts: bool
 
@@ -74,7 +74,7 @@ class PrefixPolicy(PlacementPolicy, Protocol):
 
 @runtime_checkable
 class EventPolicy(PrefixPolicy, Protocol):
-    """A policy that relies on what nodes themselves say that they hold."""
+    """A policy that relies on the caches that nodes themselves report."""
 
     reads_events: Literal[True]
 
@@ -139,7 +139,7 @@ class RoundRobin:
 
 
 class DrawnTurns:
-    """Draws one of several equals at random, and none again before the others have had their turn.
+    """Draws one of several equal nodes at random, and none again before the others have had their turn.
 
     A fixed order of turns could resonate with a pattern of the traffic: of two nodes one would get all long prompts.
     The draws are seeded, so that the same calls give the same choices.
@@ -160,7 +160,7 @@ class DrawnTurns:
 
 
 class LeastLoaded:
-    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then by `DrawnTurns`.
+    """Chooses the lowest `cost` per weight; of equal ones the node with the fewest requests, then by `DrawnTurns`.
 
     The least loaded node of a sample is hardly more loaded than that of all, so large roles are sampled.
     """
@@ -236,7 +236,7 @@ class PowerOfTwo(LeastLoaded):
 
 
 class CacheAware(LeastLoaded):
-    """Chooses the least cost, where tokens that a node is believed to hold cost nothing.
+    """Chooses the lowest cost; tokens that a node is believed to hold cost nothing.
 
     The sample has the nodes that hold the longest parts of the prompt in addition (see `Placer`).
     """
@@ -245,7 +245,7 @@ class CacheAware(LeastLoaded):
 
 
 class CacheEvents(CacheAware):
-    """Chooses as `CacheAware`, by what nodes say that they hold (KV events)."""
+    """Chooses like `CacheAware`, by the blocks that nodes report to hold (KV events)."""
 
     reads_events: Literal[True] = True
 

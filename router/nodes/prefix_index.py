@@ -1,4 +1,4 @@
-"""Estimates which prefixes the nodes of one role hold: the blocks of the prompts that were placed there lately.
+"""Estimates which prefixes the nodes of one role hold: the blocks of prompts that were recently placed there.
 
 A block is known by its hash, which implies all blocks before it and the salt of its prompt (block_hashes.py), so the
 tree of prefixes is a map from hashes to sets of nodes. A set is an integer with one bit per node: finding the longest

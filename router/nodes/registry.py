@@ -1,4 +1,4 @@
-"""Membership of the cluster: nodes register, send heartbeats with their load, and are lost when they fall silent.
+"""Membership of the cluster: nodes register, send heartbeats with their load, and count as lost when they fall silent.
 
 A node to which sending fails is unreachable: it is not chosen until it is heard from again.
 

@@ -1,4 +1,4 @@
-"""Takes what nodes say about their caches (KV events) into the estimate of prefixes, where a policy asks for it."""
+"""Adds what nodes report about their caches (KV events) to the estimate of prefixes, if a policy needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEDIA = (GPU, CPU)  # blocks elsewhere are ignored: a node would have to fetch t
 
 
 class ReportedBlocks:
-    """The blocks that nodes say they hold. Used on the event loop only."""
+    """The blocks that nodes report to hold. Used on the event loop only."""
 
     def __init__(self, indexes: Mapping[Role, PrefixIndex], block_tokens: int) -> None:
         """`indexes`: of the roles whose policy asks for it."""

@@ -1,4 +1,4 @@
-"""Narrows a sample of nodes down to the few that may cost the least for a prompt, so that only these are compared.
+"""Narrows a sample of nodes down to the few that may cost least for a prompt, so that only these are compared.
 
 Comparing a node takes as long as a part of the request itself, so it must not be done for each node of a sample. These
 estimates read values that the nodes' rooms and heartbeats keep up to date. They leave out what rarely decides: a short

@@ -1,4 +1,4 @@
-"""The answers of the routes as structs. They only describe: answers are made elsewhere, and a test compares both."""
+"""The answers of the routes as structs. They only describe answers, which are made elsewhere; a test compares both."""
 
 from __future__ import annotations
 

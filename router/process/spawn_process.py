@@ -1,4 +1,4 @@
-"""Starts the router's child processes: starting one in the router would block its event loop until the child runs.
+"""Starts the router's child processes, since starting one in the router would block its event loop until it runs.
 
     python -m router.process.spawn_process
 

@@ -1,4 +1,4 @@
-"""Finds the values that a field of a body may have, for refusals of others."""
+"""Finds the values that a field of a body may have, for errors that refuse other values."""
 
 from __future__ import annotations
 

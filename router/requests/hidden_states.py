@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLimit:
-    """The size of a hidden state, and the most bytes that the states of one answer may take in float32."""
+    """The size of a hidden state, and the maximum bytes of one answer's states in float32."""
 
     hidden_size: int
     max_bytes: int

@@ -1,4 +1,4 @@
-"""The length of prompts, and what `truncate_prompt_tokens` (vLLM) leaves of a longer one."""
+"""Checks the length of prompts, and truncates longer ones by `truncate_prompt_tokens` (vLLM)."""
 
 from __future__ import annotations
 

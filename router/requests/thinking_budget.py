@@ -1,4 +1,4 @@
-"""The most tokens of reasoning that a request allows, under the names of several APIs."""
+"""The maximum number of reasoning tokens of a request, under the names of several APIs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REASONING_FIELDS = RareFields(
 
 
 class Budget(NamedTuple):
-    """The most tokens of reasoning, and the field that says so."""
+    """The maximum number of reasoning tokens, and the field that sets it."""
 
     tokens: int
     field: str

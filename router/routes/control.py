@@ -59,7 +59,7 @@ _aborts = msgspec.json.Decoder(AbortRequests)
 
 
 class ControlRoutes:
-    """The handlers. What concerns other clients needs the right to see the cluster: the scope `admin`."""
+    """The handlers. Actions on other clients' requests need the right to see the cluster: the scope `admin`."""
 
     def __init__(
         self, requests: ActiveRequests, flush: Callable[[], list[str]], peers: HostPeers, log: Log

@@ -1,4 +1,4 @@
-"""The handlers of SGLang's /generate and of vLLM's /inference/v1/generate, whose answers have forms of their own."""
+"""The handlers of SGLang's /generate and of vLLM's /inference/v1/generate, whose answers have their own formats."""
 
 from __future__ import annotations
 

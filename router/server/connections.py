@@ -1,4 +1,4 @@
-"""Bounds the open HTTP connections, per client and in all."""
+"""Bounds the number of open HTTP connections, per client and in total."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Connection(Protocol):
 
 
 class ConnectionLimit:
-    """Counts open connections. When there are too many, the one that has been without a request the longest is dropped.
+    """Counts open connections. When there are too many, the one that has been idle the longest is dropped.
 
     So clients that connect and send nothing, or never complete the head of a request, cannot keep others out.
     """

@@ -1,4 +1,4 @@
-"""Computes the most characters that one token can represent, so that long texts can be refused without encoding.
+"""Computes the maximum number of characters of one token, so that long texts can be refused without encoding.
 
 The bound is read from tokenizer.json. If a tokenizer can lose text (stripped characters, unknown words that become one
 token, spaces absorbed by a special token), no number of characters is safe, and there is no bound. Each stage of the

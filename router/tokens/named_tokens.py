@@ -1,4 +1,4 @@
-"""Completes a tokenizer.json with the special tokens that only tokenizer_config.json tells, as transformers does."""
+"""Completes a tokenizer.json with special tokens that only tokenizer_config.json lists, as transformers does."""
 
 from __future__ import annotations
 

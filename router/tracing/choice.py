@@ -1,4 +1,4 @@
-"""Chooses what traces requests, by the configuration and OpenTelemetry's variables of the environment."""
+"""Chooses how requests are traced, by the configuration and OpenTelemetry's environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports spans from a thread of its own, so that a slow or dead collector costs the event loop nothing."""
+"""Exports spans from a separate thread, so that a slow or dead collector costs the event loop nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies and sums up parts of pages and state slots on a GPU: states of requests, and ranks that hold other heads.
+"""Copies parts of pages and state slots on a GPU and sums them up: for request states, and ranks with other heads.
 
 The checksum is that of `pages`, over the words of all blocks in order. Only the first call for a list of parts waits
 for the device, to which it sends their table.

@@ -1,4 +1,4 @@
-"""Memory for the checksums of an arrived prompt, used again for later ones: little is left to do per request.
+"""Memory for the checksums of an arrived prompt, reused for later prompts to keep the work per request small.
 
 One copy brings the page ids and the zeroed sums to the device, and another one brings the sums back.
 """

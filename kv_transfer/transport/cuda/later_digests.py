@@ -31,7 +31,7 @@ class LaterDigests(Sequence[int]):
 
 
 class LandingDigests(LaterDigests):
-    """Checksums in a host tensor of their own."""
+    """Checksums in a separate host tensor."""
 
     def __init__(self, sums: Tensor) -> None:
         """`sums`: [n] int64, see `to_host`."""

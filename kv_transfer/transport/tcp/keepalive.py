@@ -1,4 +1,4 @@
-"""Keeps idle connections known to the firewalls and address translators on their way."""
+"""Keeps firewalls and address translators on the path from dropping idle connections."""
 
 from __future__ import annotations
 
