@@ -1,7 +1,7 @@
 """Host memory of a decode node with several ranks: each copies its share by the same plans, and rank 0 decides for all.
 
-Rank 0 takes pages for stored, and fetched ones for intact, only once the other ranks have shown so on the board. Stores
-and fetches are counted in the order of the plans.
+Rank 0 treats pages as stored, and fetched pages as intact, only once the board shows the same for all other ranks.
+Stores and fetches are counted in the order of the plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""deploy/bench: first tokens, gaps and goodput of OpenAI-compatible servers under load.
+"""deploy/bench: measures first tokens, gaps and goodput of OpenAI-compatible servers under load.
 
 Exit codes: 0 success, 1 requests failed or a search found no rate, 2 options refused or no server, 3 the generator was
 too slow to be trusted.

@@ -1,4 +1,4 @@
-"""`deploy/convert DIR`: writes safetensors files from the .bin files of a model directory, beside them.
+"""`deploy/convert DIR`: writes safetensors files from the .bin files of a model directory, next to them.
 
 Many draft heads are published only as `pytorch_model.bin`, which servers refuse: the file is a pickle. Each file is
 read in a child process (deploy/pickled_weights.py) without network, with limits on memory, time and output. What the

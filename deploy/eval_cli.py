@@ -283,15 +283,19 @@ async def _accept_length(session: aiohttp.ClientSession, base: str) -> float | N
 def run(
     url: Annotated[str, typer.Argument(help="the server, e.g. http://127.0.0.1:8000")],
     count: Annotated[int, typer.Option(min=1, help="number of problems")] = 200,
-    seed: Annotated[int, typer.Option(help="seed of the problems; every seed yields held-out ones")] = 7,
+    seed: Annotated[int, typer.Option(help="seed of the problems, which are held out for every seed")] = 7,
     shots: Annotated[int, typer.Option(min=0, help="solved problems shown before each question")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
-    vision: Annotated[bool, typer.Option("--vision", help="questions about freshly drawn pictures")] = False,
-    tools: Annotated[bool, typer.Option("--tools", help="conversations with tools to call")] = False,
+    vision: Annotated[
+        bool, typer.Option("--vision", help="ask about freshly drawn pictures instead")
+    ] = False,
+    tools: Annotated[
+        bool, typer.Option("--tools", help="hold conversations with tool calls instead")
+    ] = False,
     mode: Annotated[
         Mode | None, typer.Option(help="default: chat without shots, completions with shots")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="requests at a time")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="concurrent requests")] = 16,
     model: Annotated[str | None, typer.Option(help="default: the first one that the server lists")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 120.0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,

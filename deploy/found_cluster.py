@@ -29,7 +29,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class FoundCluster:
-    """The processes of a cluster file that run, as its run directory records them."""
+    """The running processes of a cluster file, as its run directory records them."""
 
     file: Path
     run_dir: Path

@@ -1,4 +1,4 @@
-"""Tells the cluster that a command names from that of another file which runs in the same run directory."""
+"""Distinguishes the cluster that a command names from one of another file that runs in the same run directory."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m deploy.pickled_weights BIN SAFETENSORS MEMORY_BYTES OUTPUT_BYTES CPU_SECONDS
 
 A .bin file is a pickle, which is a program. `weights_only=True` executes none of it but a list of constructors that
-torch allows. This process is confined for the case that it does: it has no network, and limits on memory, CPU time and
+torch allows. In case it executes more, this process is confined: it has no network, and limits on memory, CPU time and
 output. It is the only module that may call `torch.load` (tests/architecture/test_source_rules.py).
 
 The first line of its output says whether it has no network. If it fails, stderr has one line.

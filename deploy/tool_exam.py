@@ -1,4 +1,4 @@
-"""The part of deploy/eval that holds conversations with tools: the client's side of every call, and what calls came."""
+"""The part of deploy/eval that holds conversations with tools: plays the client in every call and counts calls."""
 
 from __future__ import annotations
 

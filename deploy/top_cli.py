@@ -1,4 +1,4 @@
-"""deploy/top: the nodes of a running cluster, refreshed every second; without a terminal one snapshot.
+"""deploy/top: shows the nodes of a running cluster every second; without a terminal, prints one snapshot.
 
 Exit codes: 0 success, 1 the router does not answer, 2 the target or the key is refused.
 """

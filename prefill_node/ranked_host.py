@@ -1,7 +1,7 @@
 """Host memory of a node with several ranks: each copies its share by the same plans, and rank 0 decides for all.
 
-Each rank has as many pages and slots of host memory as every other one. Rank 0 takes pages for stored, and a loaded
-prefix for intact, only once the other ranks have shown so on the board.
+Each rank has as many pages and slots of host memory as every other one. Rank 0 treats pages as stored, and a
+loaded prefix as intact, only once the board shows the same for all other ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from prefill_node.step_result import Launched, Worker
 class RankedWorker:
     """Carries out plans on rank 0, whose results are read, and on all others.
 
-    Send orders reach the other ranks on their own way, because a plan cannot name destinations that are granted later.
+    Send orders reach the other ranks separately, because a plan cannot name destinations that are granted later.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from router.build import build
 from router.process.garbage import collect_when_idle, collect_young, prepare_heap
 
 ProcessOption = Annotated[
-    int, typer.Option("--process", metavar="N", help="Number of this process, from 0 on, of several routers")
+    int, typer.Option("--process", metavar="N", help="Index of this process, from 0, of several routers")
 ]
 
 # They compete with the event loop for the interpreter. Python's default, up to 32, depends on the number of cores.

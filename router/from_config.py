@@ -1,6 +1,6 @@
 """Derives the router's expectations of its nodes, and each listener's authentication, from the cluster file.
 
-Also how answers of the model are read.
+It also decides how answers of the model are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints the installed packages that a served cluster does not need: those that only tests and checks want."""
+"""Prints the installed packages that a served cluster does not need: those that only tests and checks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs both halves of a movable node, each with its main loop in a thread of its own."""
+"""Runs both halves of a movable node, each with its main loop in a separate thread."""
 
 from __future__ import annotations
 

@@ -134,8 +134,9 @@ class SlidingSum:
 class ServiceRate:
     """The tokens per second of requests that ended while others waited.
 
-    Requests that end while none wait show the demand, not what the nodes can do. Nor do the first ones that end of many
-    that began together: the rate is known once as many tokens have ended as were running when the first request waited.
+    Requests that end while none wait show the demand, not the capacity of the nodes. The first of many that began
+    together do not show it either: the rate is known once as many tokens have ended as were running when the first
+    request waited.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,9 +1,9 @@
 """Follows the KV events of one node: puts batches in order, and asks for missing ones. It has no socket of its own.
 
-A feed begins with a question for a snapshot, which has everything under the number of the latest batch; what is heard
-meanwhile waits. A gap in the numbers is followed by a question for the missing batches. If the node cannot repeat them,
-the feed begins again with a snapshot. Publishers without snapshots answer that question with nothing; then what they
-can repeat has to do.
+A feed begins with a request for a snapshot, which holds everything up to the number of the latest batch; events that
+arrive meanwhile wait. After a gap in the numbers, the missing batches are requested. If the node cannot repeat them,
+the feed begins again with a snapshot. Publishers without snapshots answer that request with nothing; then the batches
+that they can repeat have to suffice.
 
 (start) ─> snapshot asked ─> following ──gap──> repetition asked ──complete──> following
                └──nothing──> repetition from 0 asked ─> following  └──incomplete──> snapshot asked

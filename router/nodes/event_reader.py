@@ -1,6 +1,6 @@
 """Reads the KV events of all nodes that publish them, and tells placement what is in their caches.
 
-Each node has sockets of its own here, so that it can only speak for itself. Their addresses come with its registration,
+Each node has separate sockets here, so that it can only speak for itself. Their addresses come with its registration,
 over the authenticated control link, and have to be those of the cluster file. What a node says about itself cannot be
 checked: a wrong event makes a choice of nodes worse, and nothing else.
 

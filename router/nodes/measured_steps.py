@@ -26,7 +26,7 @@ UNMEASURED = StepTime(10.0, 0.1)
 class MeasuredSteps:
     """A line through the steps of all decode nodes, fitted by least squares; recent ones count more.
 
-    One line for all, because the noise of each node's own would decide between nodes that are alike. A node that is
+    All nodes share one line: with one for each, noise would decide between nodes that are alike. A node that is
     slower than the others gets a smaller weight (outliers.py).
     """
 

@@ -7,8 +7,8 @@ prefix of every node takes one pass over the prompt's blocks, whatever the numbe
 A node's blocks are forgotten least recently used first, and the later blocks of a prompt before the earlier ones: as
 soon as there are more than its pool holds, after some time without use, or when all nodes together have too many.
 
-What is known of a node may come from several sources: what was placed there, and what the node itself says about each
-of its memories. A source has blocks of its own, and the longest prefix of any of them counts.
+Knowledge about a node may come from several sources: the prompts that were placed there, and the node's own reports
+about each of its memories. Each source has separate blocks, and the longest prefix in any of them counts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ MAX_AWAY = 256  # names by patterns that are remembered; beyond it those that le
 class ReturnWatch:
     """Expects a node of the cluster file back for `window` seconds after it left, or after the router's start.
 
-    Of nodes that join by a pattern, one is expected from the start on, and each that has left.
+    Of the nodes that join by a pattern, it expects one from the start, and each one that has left.
     """
 
     def __init__(

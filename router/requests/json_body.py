@@ -1,6 +1,6 @@
 """Decodes untrusted JSON into one typed struct: checks the nesting depth first, then the schema.
 
-Independent of HTTP.
+It does not depend on HTTP.
 """
 
 from __future__ import annotations
