@@ -1,4 +1,4 @@
-"""The state file of a running cluster: its processes, their restarts and the reasons, and known problems."""
+"""The state file of a running cluster: its processes, their restarts with reasons, and known problems."""
 
 from __future__ import annotations
 

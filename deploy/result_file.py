@@ -1,4 +1,4 @@
-"""Checks where a command is to write its result, before it measures anything."""
+"""Checks that a command can write its result, before it measures anything."""
 
 from __future__ import annotations
 

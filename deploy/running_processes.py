@@ -1,4 +1,4 @@
-"""Reads command lines of running processes, by which those of a cluster are known without any record."""
+"""Reads the command lines of running processes, which identify those of a cluster without any record."""
 
 from __future__ import annotations
 

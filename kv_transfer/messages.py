@@ -7,7 +7,7 @@ A frame is a fixed envelope followed by one msgpack struct:
 The sender is always the prefill node, which writes the pages; the receiver is the decode node. Messages flow both ways:
 `ToSender` holds what the sender is told, `ToReceiver` what the receiver is told.
 
-The envelope never changes, so a peer of any version can be recognised and refused with a sentence before its body is
+The envelope never changes, so a peer of any version can be recognised and refused with a reason before its body is
 parsed. The incarnation is a random 128-bit value per process, so a frame of an earlier process is recognised and
 dropped.
 """

@@ -69,7 +69,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class RoleLimits:
-    """The fewest and the most nodes of a role."""
+    """The minimum and maximum number of nodes of a role."""
 
     least: int
     most: int

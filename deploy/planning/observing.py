@@ -1,4 +1,4 @@
-"""Makes observations of what routers answer to /server_info and /metrics."""
+"""Makes observations from the answers of routers to /server_info and /metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.planning.decision import NodeSeen, Observation
 
 
 class Observer:
-    """Compares the readings of all routers with their readings before. Answers None for the first ones."""
+    """Compares the readings of all routers with the previous ones. Returns None for the first readings."""
 
     def __init__(self, quantile: float, least_requests: int) -> None:
         """

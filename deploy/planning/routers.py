@@ -1,4 +1,4 @@
-"""Speaks to the routers: reads what they measure, and orders a movable node to change its role."""
+"""Speaks to the routers: reads their measurements, and orders a movable node to change its role."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ScaleTarget = Annotated[str, Meta(pattern=r"^[a-z0-9.-]+/v[a-z0-9]+/[a-z]+/[a-z0
 
 
 class RoleRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fewest and the most nodes of a role."""
+    """The minimum and maximum number of nodes of a role."""
 
     min: Annotated[int, Meta(ge=1, le=4096)] = 1
     max: Annotated[int, Meta(ge=1, le=4096)] = 4096

@@ -5,6 +5,6 @@
         v                                  |
     ranks 1..: ReceiverRank or SenderRank, each with a Receiver or Sender, an endpoint and peer sockets of its own
 
-A room is as far as its slowest rank, and fails on all ranks if it fails on one. Nothing here waits for an own rank
-that has ended or hangs: that ends the node.
+A room is as far as its slowest rank, and fails on all ranks if it fails on one. Nothing here waits for a rank of
+the same node that has ended or hangs: that ends the node.
 """

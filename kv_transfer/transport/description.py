@@ -1,7 +1,7 @@
 """The description of a decode node's memory that lets a prefill node write into it: one struct per transport.
 
 Hello carries it as a name and raw bytes, so that the handshake depends on no transport: the prefill node's endpoint
-says which struct it accepts, and every other one is refused with a sentence.
+says which struct it accepts, and every other one is refused with an explanation.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
 # breaks, runs in that graph, where each layer waits for its own copies only. For an 8B model on an H200, 9,216 tokens
 # take 23 ms to copy, and its 576 tokens 9 ms longer than 128 in a graph without breaks, which would wait for all.
 LOADED_PER_TOKEN = 16
-# A graph without breaks has one in so many layers in its first segment. To launch all 260 kernels of an 8B model takes
-# the host 0.1 to 0.2 ms, and the device begins none of them before.
+# The first segment of a graph without breaks has one in this many of its layers. Launching all 260 kernels of an 8B
+# model takes the host 0.1 to 0.2 ms, and the device begins none of them before that.
 LAYERS_PER_FIRST = 8
 OUTPUTS = OutputSpec(BodyOutput, {"last": OutField(Axis.TOKEN), "aux": OutField(Axis.TOKEN)})
 

@@ -16,7 +16,7 @@ from common.engine.graphs.slots import poison_value
 from common.engine.graphs.spec import ShapeKey
 from common.engine.ops.held_requests import hold_requests
 
-# With at most so many tokens the host chooses no kernel by lengths, whatever the GPU and the model are.
+# With at most this many tokens the host chooses no kernel by lengths, whatever the GPU and the model are.
 UNBROKEN_TOKENS = 512
 assert UNBROKEN_TOKENS < MIN_TOKENS
 BROKEN = ShapeKey(0)  # the limit if all graphs have breaks

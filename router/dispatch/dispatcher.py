@@ -258,7 +258,7 @@ class Dispatcher:
         request = flight.request.request_id
         self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
         elsewhere = self._placer.has_others(flight.avoid)
-        # The router itself put other suspects beside it: a crash there is no failure of the request.
+        # The router itself ran it together with other suspects: a crash there is no failure of the request.
         progress = progress or flight.shared_trial
         pause = retries.pause(error, progress, elsewhere, asyncio.get_running_loop().time())
         if pause is None or flight.aborted:

@@ -95,7 +95,7 @@ class DigestBuffers:
 class BufferedDigests(LaterDigests):
     """Checksums in a buffer, which is given back when they are read.
 
-    Those that are never read take their buffer with them: torch frees its memory when the device has left it.
+    If they are never read, the buffer is not reused: torch frees its memory once the device no longer uses it.
     """
 
     def __init__(self, buffers: DigestBuffers, buffer: DigestBuffer, pages: int, state: bool) -> None:

@@ -24,7 +24,7 @@ from kv_transfer.transport.cuda.cudart import CudaRuntime
 from kv_transfer.transport.cuda.later_digests import to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
-# Two per multiprocessor: a forward runs beside them, and the device reads its memory fast enough.
+# Two per multiprocessor: a forward runs at the same time, and the device reads its memory fast enough.
 _BLOCKS: Final = 264
 
 

@@ -1,6 +1,6 @@
 """Sends pages of a running forward over CUDA IPC: one kernel per layer, or one for all, after an event of its stream.
 
-Layers have a lane of their own: the next forward is launched before the results of this one are read, and pages that
+Layers use a separate lane: the next forward is launched before the results of this one are read, and pages that
 are complete by then must not wait for a copy that waits for the next forward.
 """
 

@@ -141,7 +141,7 @@ def unlink(name: str) -> None:
 class OwnSegments:
     """The segments of this process, by region. Their names exist until `close`, since peers may attach at any time.
 
-    A process that ends without `close`, as one whose start has failed, removes them at its exit: they take memory.
+    A process that exits without `close`, such as one whose start has failed, removes them at exit: they take memory.
     """
 
     def __init__(self, incarnation: str) -> None:
