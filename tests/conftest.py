@@ -6,6 +6,7 @@ The garbage collector leaves out what is made while tests are collected, and wha
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator
 
@@ -47,9 +48,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_teardown(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Exempt what a file leaves, too: modules that its tests imported, and what the end of a node has released."""
+    """Exempt what a file leaves, too: modules that its tests imported, and what the end of a node has released.
+
+    Also reset the log level, which tests of the start of a process have set.
+    """
     result = yield
     if nextitem is not None and nextitem.path != item.path:
+        logging.getLogger("tandem").setLevel(logging.NOTSET)
         gc.collect()
         gc.freeze()
     return result
