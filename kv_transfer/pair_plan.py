@@ -57,11 +57,6 @@ class PairPlan:
         """True if pages of both sides are identical: one copy moves a run of pages of a plane."""
         return self.src.whole
 
-    @property
-    def empty(self) -> bool:
-        """True if this source rank holds nothing that the destination rank needs."""
-        return not self.state and not any(self.planes)
-
 
 def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
     """Return the plan for two layouts that are `compatible`."""

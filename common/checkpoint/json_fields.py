@@ -86,10 +86,10 @@ def token_id(raw: Raw, keys: tuple[str, ...], where: str) -> int:
     return value
 
 
-def shown(value: object, most: int = 80) -> str:
+def shown(value: object) -> str:
     """Return a value as an error quotes it, truncated if it is long."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def is_finite(value: object) -> bool:

@@ -36,11 +36,6 @@ def router_name(index: int) -> str:
     return f"{ROUTER_NAME}.{index}" if index else ROUTER_NAME
 
 
-def router_index(name: str) -> int:
-    """Return the number of the router process of this name."""
-    return int(name.partition(".")[2] or 0)
-
-
 def names_router(name: str) -> bool:
     """Return whether a process of this name is a router."""
     return name.partition(".")[0] == ROUTER_NAME

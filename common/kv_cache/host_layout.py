@@ -36,10 +36,6 @@ class HostLayout:
         """Number of slots that can be used; 0 for a model that keeps no state per request."""
         return max(self.planes.num_slots - 1, 0)
 
-    def pages(self, block: int) -> range:
-        """Return the pages of `planes` that a block consists of."""
-        return range(block * self.block_pages, (block + 1) * self.block_pages)
-
 
 def host_layout(device: PoolLayout, nbytes: int, grid: int) -> HostLayout:
     """Divide `nbytes` of host memory for the planes of a device's pool.

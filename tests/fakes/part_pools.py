@@ -43,7 +43,7 @@ def pairs(src_size: int, dst_size: int) -> Iterator[PairPlan]:
     for src in range(src_size):
         for dst in range(dst_size):
             plan = pair_plan(layout_of(7, 4, src, src_size), layout_of(9, 5, dst, dst_size))
-            if not plan.empty:
+            if plan.state or any(plan.planes):
                 yield plan
 
 

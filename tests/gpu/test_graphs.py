@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.graphs.backends.cuda import Address, CudaRecorder, fork
+from common.engine.graphs.backends.cuda import Address, CudaRecorder
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
 from common.engine.graphs.spec import ShapeKey
@@ -111,37 +111,6 @@ def test_memory_of_segments_is_reused_by_later_segments() -> None:
         assert torch.equal(recording.output, run())
     smaller = backend.capture(lambda: pause(x[: MIB // 2] * 2) * 0.5)
     assert smaller.nbytes <= 2 * MIB  # fits into memory that the larger one left in the pool
-
-
-def test_a_side_stream_is_joined_at_the_end_of_its_segment() -> None:
-    side = torch.cuda.Stream()
-    x = torch.randn(1 << 20, device=GPU)
-    copies = torch.zeros(2, 1 << 20, device=GPU)
-
-    @break_point
-    def pause(y: Tensor) -> Tensor:
-        return y + 1
-
-    def run() -> Tensor:
-        y = x * 2
-        fork(side)
-        with torch.cuda.stream(side):
-            copies[0].copy_(y)
-        z = pause(y)
-        fork(side)
-        with torch.cuda.stream(side):
-            copies[1].copy_(z)
-        torch.cuda.current_stream().wait_stream(side)
-        return z * 2
-
-    recording = breakable().capture(run)
-    with torch.inference_mode():
-        x.normal_()
-        recording.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(copies[0], x * 2)
-        assert torch.equal(copies[1], x * 2 + 1)
-        assert torch.equal(recording.output, (x * 2 + 1) * 2)
 
 
 @pytest.mark.parametrize("make", [full, breakable])

@@ -110,7 +110,7 @@ class ParallelExperts(ExpertProducts):
     def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
         super().__init__()
         self.inner, self.reads, self.share = inner, inner.reads, inner.share
-        self._group, self.number = group, group.number
+        self.number = group.number
 
     def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
         """Return this rank's share of the parts; those of experts on other ranks are not defined."""
@@ -156,7 +156,7 @@ class VocabParallelEmbedding(Embedding):
 
     def __init__(self, inner: Embedding, group: CollectiveGroup) -> None:
         super().__init__(inner.name, inner.vocab_size, inner.tokens, inner.weight)
-        self._group, self.number = group, group.number
+        self.number = group.number
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [T, H] for ids [T] int64; ids of other ranks have zeros in this rank's addend."""

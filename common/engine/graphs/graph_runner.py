@@ -179,11 +179,6 @@ class GraphRunner(Generic[Batch, Output]):
         compilation = self._backend.compilation
         return 0.0 if compilation is None else compilation.seconds
 
-    def can_run(self, batch: Batch) -> tuple[ShapeKey | None, str]:
-        """Return (shape, "") if a graph would serve the batch, else (None, reason). Counts nothing."""
-        key, reason = self.choose(self.program.facts(batch))
-        return (None, reason) if key is None else (key.shape, "")
-
     def __call__(self, batch: Batch) -> Output:
         """Run the batch and return its live rows. Raises SlotError if it does not fit the declared inputs."""
         facts = self.program.facts(batch)

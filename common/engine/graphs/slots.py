@@ -77,10 +77,6 @@ class StaticInputs(Generic[Batch]):
         for slot in slots:
             slot.pad.reset(self._tensors[slot.name])
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
     def idle(self, shape: ShapeKey) -> Inputs:
         """Return the inputs of one graph, all padding: the graph is captured on them."""
         views = {}

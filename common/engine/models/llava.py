@@ -61,7 +61,6 @@ class LlavaPart(nn.Module):
     def __init__(self, vision: LlavaVision, hidden: int, placement: Placement) -> None:
         super().__init__()
         self.config = vision
-        self.hidden = hidden
         self.placement = placement
         with torch.device(placement.device):
             self.tower, self._features = _tower(vision)

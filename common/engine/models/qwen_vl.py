@@ -94,7 +94,6 @@ class QwenPart(nn.Module):
     def __init__(self, vision: QwenVision, hidden: int, placement: Placement) -> None:
         super().__init__()
         self.config = vision
-        self.hidden = hidden
         self.placement = placement
         options = {**TOWER_DEFAULTS, **json.loads(vision.tower_options)}
         width, heads = options["hidden_size"], options["num_heads"]

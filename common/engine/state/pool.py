@@ -29,7 +29,6 @@ class KvPool:
     def __init__(self, layout: PoolLayout, owner: Owner, storage: Tensor) -> None:
         _check(layout, owner, storage)
         self.layout = layout
-        self.owner = owner
         self.storage = storage
         self.device = storage.device
         self.page_size = layout.page_size

@@ -97,7 +97,6 @@ class EagleDrafter:
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, runner: DraftRunner, rounds: Rounds, growth: Growth, target_hidden: int) -> None:
-        self._runner = runner
         self._relay = rounds.relay
         self._growth = growth
         self.nodes, self.lookahead_slots = growth.nodes, growth.lookahead_slots

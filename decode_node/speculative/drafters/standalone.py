@@ -34,7 +34,6 @@ class StandaloneDrafter:
 
     def __init__(self, runner: ModelRunner, rounds: Rounds, steps: int) -> None:
         self._runner = runner
-        self._steps = steps
         self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         # Read inside the draft graph, so that the draft continues after forced tokens and keeps their KV; -1: none.

@@ -84,10 +84,6 @@ class CudaRuntime:
             self._call("cudaDeviceSynchronize")
         return int(address.value or 0)
 
-    def free(self, device: int, address: int) -> None:
-        with self._on(device):
-            self._call("cudaFree", ctypes.c_void_p(address))
-
     def tensor(self, address: int, nbytes: int) -> Tensor:
         return device_tensor(address, nbytes)
 

@@ -53,7 +53,7 @@ class _Connection:
 
 
 class TcpReceiver(ReceiverEndpoint):
-    """Listens on host:port (0: any); peers are given `advertise`, or `host` if that is empty."""
+    """Listens on host:port (0: any)."""
 
     kv: memoryview
 
@@ -62,14 +62,13 @@ class TcpReceiver(ReceiverEndpoint):
         host: str = "127.0.0.1",
         port: int = 0,
         limits: TransferLimits | None = None,
-        advertise: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped: Counter[str] = Counter()  # connections by cause
         self._limits = limits or TransferLimits()
         self._clock = clock
         self._listener = listening_socket(host, port)
-        self._host = advertise or host
+        self._host = host
         self._port = int(self._listener.getsockname()[1])
         self._windows = Windows()
         self._keys: dict[str, bytes] = {}  # incarnation -> key

@@ -25,8 +25,6 @@ def check(layout: HostLayout, given: int, ours: PoolLayout) -> None:
     assert given / 2 < layout.planes.total_bytes <= given
     assert layout.planes.spec == ours.spec
     assert layout.planes.num_pages == (layout.blocks + 1) * layout.block_pages
-    used = [page for block in range(layout.blocks + 1) for page in layout.pages(block)]
-    assert used == list(range(layout.planes.num_pages)), "blocks neither overlap nor leave anything out"
 
 
 @pytest.mark.parametrize(("page_size", "block"), [(1, 256), (16, 256), (48, 288), (512, 512)])

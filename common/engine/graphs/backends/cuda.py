@@ -10,7 +10,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -18,19 +17,6 @@ from torch import Tensor
 
 from common.engine.graphs.backends.base import CaptureError
 from common.engine.ops.triton_kernel import launches
-
-_sides: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("side_streams", default=None)
-
-
-def fork(side: torch.cuda.Stream) -> None:
-    """Let `side` continue from the work that the current stream has been given.
-
-    Inside a capture the segment joins `side` before it ends; outside, the caller joins it.
-    """
-    side.wait_stream(torch.cuda.current_stream())
-    sides = _sides.get()
-    if sides is not None and side not in sides:
-        sides.append(side)
 
 
 class CudaRecorder:
@@ -44,7 +30,6 @@ class CudaRecorder:
         # Captures never run on the default stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._open_sides: list[torch.cuda.Stream] = []
         self._captured = False
 
     @property
@@ -59,7 +44,6 @@ class CudaRecorder:
     @contextmanager
     def session(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
-        token = _sides.set(self._open_sides)
         gc_was_on = gc.isenabled()
         # A CUDA object that is freed in a reference cycle would call the driver during capture.
         gc.disable()
@@ -69,7 +53,6 @@ class CudaRecorder:
                 yield
         finally:
             current.wait_stream(self._stream)
-            _sides.reset(token)
             if gc_was_on:
                 gc.enable()
 
@@ -80,7 +63,6 @@ class CudaRecorder:
         # Its workspace for this stream would otherwise come from the pool of the graph.
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
-        self._open_sides.clear()
         # thread_local: other threads (sockets, loggers) may use the driver during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
@@ -92,8 +74,6 @@ class CudaRecorder:
     def end(self) -> Callable[[], None]:
         graph = self._graph
         assert graph is not None, "end without begin"
-        for side in self._open_sides:
-            self._stream.wait_stream(side)
         graph.capture_end()
         self._graph = None
         self._captured = self._captured or launches()

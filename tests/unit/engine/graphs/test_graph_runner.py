@@ -24,6 +24,7 @@ from common.engine.graphs.report import table
 from common.engine.graphs.slots import Inputs, Slot, SlotError
 from common.engine.graphs.spec import Axis, CaptureSpec, GraphKey, ShapeKey, token_shapes
 from common.messages.identity import GraphTotals
+from tests.fakes.fitting_graph import fitting_graph
 
 WIDTH = 3
 NULL, LAST, FULL = CaptureHiddenMode
@@ -160,7 +161,7 @@ def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted
     assert "waits for the device" in made.rows[1].error
     assert made.rows[1].error in table(made.rows)
     batch = batches([3])[0]
-    assert made.can_run(batch) == (None, Fallback.CAPTURE_FAILED)
+    assert fitting_graph(made, batch) == (None, Fallback.CAPTURE_FAILED)
     assert torch.equal(made(batch).hidden, batch.embeds)  # eager: three rows, not four
     assert made.counters.fallbacks == {Fallback.CAPTURE_FAILED: 1}
     assert made(batches([8])[0]).hidden.shape == (8, WIDTH)
@@ -355,7 +356,7 @@ def test_a_mode_mismatch_is_a_fall_back_never_a_wrong_answer() -> None:
     made, toy = runner(Toy()), Toy()
     wants_full = batches([4])[0]
     wants_full.hidden = FULL
-    assert made.can_run(wants_full) == (None, "hidden_mode")
+    assert fitting_graph(made, wants_full) == (None, "hidden_mode")
     assert torch.equal(made(wants_full).hidden, runner(toy, tokens=())(wants_full).hidden)
 
 

@@ -63,7 +63,6 @@ def test_addresses_never_change() -> None:
     assert {name: view.data_ptr() for name, view in idle.items()} == {
         n: v.data_ptr() for n, v in loaded.items()
     }
-    assert inputs.nbytes == 12 * 3 * 4 + 12 * 8 + 4 * 8
 
 
 def test_a_graph_is_captured_on_padding_only() -> None:

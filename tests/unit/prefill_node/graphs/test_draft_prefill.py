@@ -27,6 +27,7 @@ from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
 from prefill_node.mtp import MtpPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft
+from tests.fakes.fitting_graph import fitting_graph
 from tests.fakes.pools import plain_pool
 from tests.fakes.rounding import expect_close
 from tests.fakes.tiny_model import CONFIG, PLACEMENT, VOCAB, tiny_model
@@ -220,7 +221,7 @@ def test_only_eligible_batches_replay() -> None:
     rig = Rig.of("eagle")
     for tokens, expected in ((3, (4, "")), (1, (None, "padding")), (49, (None, "too_large"))):
         batch = rig.batch([0], [tokens])
-        shape, why = rig.graphed.graphs.can_run(DraftPrefillCall(batch, rig.hidden(batch)))
+        shape, why = fitting_graph(rig.graphed.graphs, DraftPrefillCall(batch, rig.hidden(batch)))
         assert (shape and shape.tokens, why) == expected
 
 

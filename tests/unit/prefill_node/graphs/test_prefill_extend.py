@@ -28,6 +28,7 @@ from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.prefill_extend import LOADED_PER_TOKEN, ExtendCall, PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
+from tests.fakes.fitting_graph import fitting_graph
 from tests.fakes.rounding import expect_close
 from tests.unit.engine.graphs.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
 from tests.unit.engine.paged_driver import BAD_PAGE, Driver
@@ -133,7 +134,7 @@ def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
     assert {row.tokens: row.breaks for row in extend.graphs.rows} == {4: 0, 8: 0, 16: 0, 32: 2, 48: 2}
     expected = {(8, 8): 16, (1, 1): 4, (6, 6, 6): 32, (5, 5, 6): 32, (3, 3, 3): None}
     for lengths, tokens in expected.items():
-        shape, _ = extend.graphs.can_run(ExtendCall(driver.batch(range(len(lengths)), lengths)))
+        shape, _ = fitting_graph(extend.graphs, ExtendCall(driver.batch(range(len(lengths)), lengths)))
         assert (shape and shape.tokens) == tokens
 
 
@@ -165,19 +166,19 @@ def test_few_tokens_take_a_graph_with_breaks_beside_a_long_load() -> None:
     loaded = {LOADED_PER_TOKEN * 32 - 1: 4, LOADED_PER_TOKEN * 32: 32}
     for tokens, expected in loaded.items():
         batch = replace(driver.batch([0], [3]), loaded_tokens=tokens)
-        shape, _ = extend.graphs.can_run(ExtendCall(batch))
+        shape, _ = fitting_graph(extend.graphs, ExtendCall(batch))
         assert shape is not None
         assert shape.tokens == expected
         expect_close(extend(batch).logits, eager.runner(eager.batch([0], [3])).logits)
     assert [key.shape.tokens for key in extend.graphs.counters.replays] == [4, 32]
     more = replace(driver.batch([0], [40]), loaded_tokens=1 << 20)
-    assert extend.graphs.can_run(ExtendCall(more)) == (ShapeKey(48), "")
+    assert fitting_graph(extend.graphs, ExtendCall(more)) == (ShapeKey(48), "")
 
 
 def test_without_a_graph_with_breaks_a_load_changes_nothing() -> None:
     driver, extend = extend_driver(IDS, breakable(), (4, 8, 16), unbroken=ShapeKey(16, 2))
     batch = replace(driver.batch([0], [3]), loaded_tokens=1 << 20)
-    assert extend.graphs.can_run(ExtendCall(batch)) == (ShapeKey(4, 2), "")
+    assert fitting_graph(extend.graphs, ExtendCall(batch)) == (ShapeKey(4, 2), "")
 
 
 @pytest.mark.parametrize("backend", [breakable, piecewise])
@@ -207,10 +208,10 @@ def test_can_run_names_shape_or_reason() -> None:
         (49, NULL): (None, "too_large"),
     }
     for (tokens, mode), (shape, reason) in expected.items():
-        found, why = extend.graphs.can_run(ExtendCall(driver.batch([0], [tokens], hidden_mode=mode)))
+        found, why = fitting_graph(extend.graphs, ExtendCall(driver.batch([0], [tokens], hidden_mode=mode)))
         assert (found and found.tokens, why) == (shape, reason)
     decode = driver.batch([0], [1], ForwardMode.DECODE)
-    assert extend.graphs.can_run(ExtendCall(decode)) == (None, "forward_mode")
+    assert fitting_graph(extend.graphs, ExtendCall(decode)) == (None, "forward_mode")
     assert not extend.graphs.counters.fallbacks
 
 
