@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.tiny_models import tokenizer as family
@@ -71,12 +71,21 @@ def new_model(config: dict[str, Any], seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**values))  # torch's default dtype, fp32
 
 
-def round_to_bf16(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def round_to_bf16(model: nn.Module) -> None:
     """Round the weights to bf16, as the file stores them, but keep them in fp32, as a CPU node serves them."""
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16().float())
-    return model
+
+
+def generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json of a model with the tokens of `config`."""
+    return {
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": [config["eos_token_id"]],
+        "pad_token_id": config["pad_token_id"],
+        "do_sample": False,
+    }
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
@@ -96,12 +105,7 @@ def save(directory: Path, model: LlamaForCausalLM, config: dict[str, Any], token
         name: value.detach().cpu().bfloat16().contiguous() for name, value in model.state_dict().items()
     }
     write_weights(directory / "model.safetensors", weights)
-    generation = {
-        "bos_token_id": config["bos_token_id"],
-        "eos_token_id": [config["eos_token_id"]],
-        "pad_token_id": config["pad_token_id"],
-        "do_sample": False,
-    }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    generation = json.dumps(generation_config(config), indent=2)
+    (directory / "generation_config.json").write_text(generation + "\n")
     family.write(tokenizer, directory)

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         outcome = train(model, batches, settings)
     print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
 
-    model = checkpoint.round_to_bf16(model)
+    checkpoint.round_to_bf16(model)
     checkpoint.save(args.out, model, config, vocabulary)
     if args.lean:
         (args.out / "special_tokens_map.json").unlink()

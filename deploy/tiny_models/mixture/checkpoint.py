@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from deploy.tiny_models import tokenizer as vocabulary
-from deploy.tiny_models.checkpoint import MAX_FILE_BYTES
+from deploy.tiny_models.checkpoint import generation_config, write_weights
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import Config, Family, new_model
@@ -58,27 +58,14 @@ def save(
     tensors = tensors_of(family, model, mtp)
     places = _shards(tensors)
     for shard in SHARDS:
-        path = directory / shard
         chosen = {name: tensors[name] for name, place in places.items() if place == shard}
-        save_file(chosen, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors creates it readable only by the owner
-        if path.stat().st_size >= MAX_FILE_BYTES:
-            raise ValueError(
-                f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {MAX_FILE_BYTES}"
-            )
+        write_weights(directory / shard, chosen)
     size = sum(value.nbytes for value in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-    text = family.text(config)
-    generation = {
-        "bos_token_id": text["bos_token_id"],
-        "eos_token_id": [text["eos_token_id"]],
-        "pad_token_id": text["pad_token_id"],
-        "do_sample": False,
-    }
     for name, content in (
         ("model.safetensors.index.json", index),
         ("config.json", config),
-        ("generation_config.json", generation),
+        ("generation_config.json", generation_config(family.text(config))),
     ):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     vocabulary.write(tokenizer, directory)

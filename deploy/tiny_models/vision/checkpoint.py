@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import (
     CLIPVisionConfig,
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 from deploy.tiny_models import tokenizer as family
-from deploy.tiny_models.checkpoint import MAX_FILE_BYTES, Shape, config_dict
+from deploy.tiny_models.checkpoint import Shape, config_dict, generation_config, write_weights
 from deploy.tiny_models.vision.scenes import SIDE
 
 PATCH = 8
@@ -153,30 +152,18 @@ def save(
         checkpoint_name(name): value.detach().cpu().bfloat16().contiguous()
         for name, value in model.named_parameters()
     }
-    path = directory / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors creates it readable only by the owner
-    if path.stat().st_size >= MAX_FILE_BYTES:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {MAX_FILE_BYTES}"
-        )
+    write_weights(directory / "model.safetensors", weights)
     family.write(tokenizer, directory)
     write_companions(directory, config)
 
 
 def write_companions(directory: Path, config: dict[str, Any]) -> None:
     """Write the small files that do not depend on training."""
-    generation = {
-        "bos_token_id": config["bos_token_id"],
-        "eos_token_id": [config["eos_token_id"]],
-        "pad_token_id": config["pad_token_id"],
-        "do_sample": False,
-    }
     tokens = json.loads((directory / "tokenizer_config.json").read_text())
     tokens |= {"model_max_length": MAX_POSITIONS, "processor_class": "LlavaProcessor"}
     files: dict[str, dict[str, Any]] = {
         "config.json": config,
-        "generation_config.json": generation,
+        "generation_config.json": generation_config(config),
         "tokenizer_config.json": tokens,
         "preprocessor_config.json": {
             "image_processor_type": "CLIPImageProcessor",

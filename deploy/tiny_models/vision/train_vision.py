@@ -21,6 +21,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from deploy.tiny_models import model_card, tokenizer
+from deploy.tiny_models.checkpoint import round_to_bf16
 from deploy.tiny_models.drafts import draft_card, files
 from deploy.tiny_models.drafts.draft_trainer import Reading
 from deploy.tiny_models.drafts.draft_trainer import train as train_draft
@@ -106,9 +107,7 @@ def main() -> None:
     settings = Settings(seconds=left * (1 - DRAFT_SHARE), lr=args.lr, device=device)
     outcome = train(model, batches, settings)
     print(f"trained: {outcome}", flush=True)
-    with torch.no_grad():  # as the file stores them, but in fp32, as a CPU node serves them
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
+    round_to_bf16(model)
     model.requires_grad_(False)
     target = args.out / TARGET
     checkpoint.save(target, model, config, vocabulary)
