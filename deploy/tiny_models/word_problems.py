@@ -12,7 +12,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from deploy.tiny_models.templates import LARGEST, TEMPLATES, Step
@@ -76,7 +75,7 @@ def take(count: int, seed: int, split: Split) -> list[Problem]:
         if len(unique) == count:
             break
         unique.setdefault(problem.question, problem)
-    return list(islice(unique.values(), count))
+    return list(unique.values())
 
 
 def exam(count: int, seed: int, shots: int) -> Iterator[tuple[list[Problem], Problem]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,7 @@ class Eagle3(Reference):
             features.entering[i][0] for i in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         ]
         hidden = torch.cat(aux, dim=-1) @ w["fc.weight"].T  # row s: after token s
-        tokens = [*ids[1:], *path]  # row s reads the token after its own
-        out = self._layer(hidden, tokens[: len(hidden)])
-        for step in range(len(path)):
-            hidden = torch.cat((hidden, out[-1:]))
-            out = self._layer(hidden, tokens[: len(ids) + step])
+        out = chained(self._layer, hidden, [*ids[1:], *path])  # row s reads the token after its own
         logits = rms_norm(out[-1], w["norm.weight"], self.dims.eps) @ w["lm_head.weight"].T
         everything = torch.full((self.config["vocab_size"],), float("-inf"))
         everything[torch.arange(len(logits)) + w["d2t"]] = logits
@@ -95,11 +92,7 @@ class Eagle(Reference):
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
         hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
-        tokens = [*ids[1:], *path]
-        out = self._layer(hidden, tokens[: len(hidden)])
-        for step in range(len(path)):
-            hidden = torch.cat((hidden, out[-1:]))
-            out = self._layer(hidden, tokens[: len(ids) + step])
+        out = chained(self._layer, hidden, [*ids[1:], *path])
         return out[-1] @ self.head.T
 
     def _layer(self, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -127,20 +120,16 @@ class Mtp(Reference):
         known = [*ids, *path]
         for module in range(len(path) + 1):
             tokens = known[1 + module : 1 + module + len(hidden)]
-            hidden = self._module(_below(self.weights, mtp_prefix(self.config, module)), tokens, hidden)
+            hidden = self._module(_below(self.weights, mtp_prefix(self.config, module)), hidden, tokens)
         return hidden[-1] @ self.head.T
 
     def _after_repeats(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
         layer = _below(self.weights, mtp_prefix(self.config, 0))
         hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
-        tokens = [*ids[1:], *path]
-        out = self._module(layer, tokens[: len(hidden)], hidden)
-        for step in range(len(path)):
-            hidden = torch.cat((hidden, out[-1:]))
-            out = self._module(layer, tokens[: len(ids) + step], hidden)
+        out = chained(partial(self._module, layer), hidden, [*ids[1:], *path])
         return out[-1] @ self.head.T
 
-    def _module(self, layer: Weights, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+    def _module(self, layer: Weights, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         eps = self.dims.eps
         embedded = rms_norm(self.embedding[list(tokens)], layer["enorm.weight"], eps)
         both = torch.cat((embedded, rms_norm(hidden, layer["hnorm.weight"], eps)), dim=-1)
@@ -162,6 +151,15 @@ class Standalone(Reference):
             x = x + attention(rms_norm(x, layer["input_layernorm.weight"], eps), layer, self.dims)
             x = x + mlp(rms_norm(x, layer["post_attention_layernorm.weight"], eps), layer)
         return rms_norm(x[-1], w["model.norm.weight"], eps) @ w["lm_head.weight"].T
+
+
+def chained(run: Callable[[Tensor, Sequence[int]], Tensor], hidden: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return the output rows of `run` for all tokens; rows past those of `hidden` read the output of the row before."""
+    out = run(hidden, tokens[: len(hidden)])
+    while len(hidden) < len(tokens):
+        hidden = torch.cat((hidden, out[-1:]))
+        out = run(hidden, tokens[: len(hidden)])
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

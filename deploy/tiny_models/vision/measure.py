@@ -16,8 +16,8 @@ from transformers import GenerationConfig, LlavaForConditionalGeneration
 
 from deploy.tiny_models import tokenizer as family
 from deploy.tiny_models.drafts.heads import Head
-from deploy.tiny_models.drafts.measure import Acceptance, Answered, rounds_of
-from deploy.tiny_models.drafts.oracle import accept_length, accepted_at, perfect, walk
+from deploy.tiny_models.drafts.measure import Acceptance, Answered
+from deploy.tiny_models.drafts.measure import acceptance as acceptance_of
 from deploy.tiny_models.vision.batches import merged_embeddings, normalized
 from deploy.tiny_models.vision.checkpoint import language_model
 from deploy.tiny_models.vision.examples import prompt
@@ -107,17 +107,7 @@ def acceptance(
     for name, wanted in (("pictures", True), ("text alone", False)):
         answered = [answered_by(model, reply) for reply in replies if bool(reply.question.images) == wanted]
         for some in steps if answered else ():
-            rounds = rounds_of(head, target, answered, some)
-            best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
-            yield Acceptance(
-                name,
-                len(answered),
-                some,
-                len(rounds),
-                accept_length(rounds),
-                accept_length(best),
-                accepted_at(rounds, some),
-            )
+            yield acceptance_of(name, head, target, answered, some)
 
 
 def answered_by(model: LlavaForConditionalGeneration, reply: Reply) -> Answered:
