@@ -24,6 +24,7 @@ from common.errors import ConfigError
 from common.file_lock import lock
 from common.messages.generation import MAX_PRIORITY
 from common.resolved_path import resolved_path
+from deploy.command import run_program
 
 EXIT_REFUSED = 2
 EXPIRES = "--expires"
@@ -151,6 +152,4 @@ def _with_line(text: str, line: str) -> str:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
-    app(prog_name="deploy/api_key")
+    run_program(main, "deploy/api_key")

@@ -39,6 +39,7 @@ from deploy.bench_search import (
     show_results,
 )
 from deploy.bench_search import search as run_search
+from deploy.command import run_program
 from deploy.load_generator.chart import check_matplotlib, draw, draw_search
 from deploy.load_generator.goodput_search import GoodputSearch
 from deploy.load_generator.measurement import MeasuredLoad
@@ -314,9 +315,7 @@ def _refuse(text: str) -> NoReturn:
 def main() -> None:
     """Run the command line of deploy/bench."""
     prepare_descriptors()
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
-    app(prog_name="deploy/bench")
+    run_program(run, "deploy/bench")
 
 
 if __name__ == "__main__":

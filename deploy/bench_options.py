@@ -24,8 +24,8 @@ from deploy.openai_client import (
     CONNECT_SECONDS,
     api_base,
     authorization,
+    extra_fields,
     first_model,
-    json_fields,
     require_http,
 )
 
@@ -97,7 +97,7 @@ async def open_measurement(
     """Connect to the servers and warm them up. `api_keys`: of each server. Raises ConfigError, Unreachable."""
     for url in options.urls:
         require_http(url)
-    loads, shape, extra = options.loads, options.shape, json_fields("--extra-body", options.extra_body)
+    loads, shape, extra = options.loads, options.shape, extra_fields(options.extra_body)
     timeout = aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS)
     async with contextlib.AsyncExitStack() as stack:
         connector = await stack.enter_async_context(aiohttp.TCPConnector(limit=0))

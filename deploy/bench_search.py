@@ -15,7 +15,7 @@ from deploy.load_generator.goodput_search import GoodputSearch, Probe, SearchSha
 from deploy.load_generator.rate_search import SearchBounds
 from deploy.load_generator.runs import CUT_OFF
 from deploy.load_generator.summary import percent
-from deploy.openai_client import json_fields
+from deploy.openai_client import extra_fields
 
 MIN_ARRIVALS = 15
 HIGHEST_RATE = 1024.0
@@ -54,7 +54,7 @@ async def search(
 ) -> GoodputSearch:
     """Search the rate of each server. `probed` is called after every probe. Raises ConfigError, Unreachable."""
     bounds = options.search or SearchBounds()
-    if "max_tokens" in json_fields("--extra-body", options.extra_body):
+    if "max_tokens" in extra_fields(options.extra_body):
         raise ConfigError("--extra-body", "contains max_tokens: a search has to know it; use --output")
     shape = SearchShape(options.seconds, options.shape)
     async with open_measurement(options, api_keys) as measurement:

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from common.errors import ConfigError
+from deploy.command import run_program
 from deploy.conversation import ChatDelta, Conversation, Reply, stream_reply
 from deploy.openai_client import (
     CONNECT_SECONDS,
@@ -28,8 +29,8 @@ from deploy.openai_client import (
     Unreachable,
     api_base,
     authorization,
+    extra_fields,
     first_model,
-    json_fields,
     require_http,
 )
 from deploy.terminal_text import printable
@@ -229,7 +230,7 @@ def run(
     }
     try:
         fields = {name: value for name, value in given.items() if value is not None}
-        fields |= json_fields("--extra-body", extra_body)
+        fields |= extra_fields(extra_body)
         chat = Chat(url, fields, timeout, api_key, Console(highlight=False))
         chat.conversation.system = system
         for path in image or ():
@@ -281,12 +282,5 @@ def answer_piped(chat: Chat, runner: asyncio.Runner) -> None:
         raise typer.Exit(EXIT_FAILED) from None
 
 
-def main() -> None:
-    """Run the command line of deploy/chat."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
-    app(prog_name="deploy/chat")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run, "deploy/chat")

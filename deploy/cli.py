@@ -29,6 +29,7 @@ from common.errors import ConfigError
 from common.observability.stderr_file import StderrFile, has_room, never_wait_for_readers
 from deploy.children import Child
 from deploy.cluster_options import Overrides, Port, command_line, with_port
+from deploy.command import HELP
 from deploy.detached import REFUSED, SUPERVISOR_LOG, StartRefused, start_detached
 from deploy.disk import disk_problem
 from deploy.found_cluster import FoundCluster, find_cluster
@@ -40,9 +41,8 @@ from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
-EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING, EXIT_DEGRADED = 1, REFUSED, 3, 4
+EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING = 1, REFUSED, 3
 
-HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, context_settings=HELP
 )
@@ -278,7 +278,7 @@ def _written_at_once() -> Iterator[None]:
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str], keeps: Sequence[int]) -> None:
-    run_dir = _run_dir(cluster, resolved, to_write=True)
+    run_dir = _run_dir(cluster, resolved)
     try:
         started = start_detached(run_dir, cluster, overrides, say, keeps)
     except ConfigError as error:
@@ -315,9 +315,9 @@ def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
         _refuse(cluster, error)
 
 
-def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
+def _run_dir(cluster: Path, resolved: Resolved) -> Path:
     try:
-        return run_directory(resolved, to_write)
+        return run_directory(resolved, to_write=True)
     except ConfigError as error:
         _refuse(cluster, error)
 

@@ -23,6 +23,7 @@ from common.checkpoint.model_files import INDEX, MAX_INDEX_BYTES, MAX_INDEX_VALU
 from common.checkpoint.safetensors_header import WeightFile, read_header
 from common.errors import ModelError
 from common.one_thread import ONE_THREAD
+from deploy.command import run_program
 from deploy.pickled_weights import ISOLATED
 
 PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -148,6 +149,4 @@ def _write_index(directory: Path, files: list[WeightFile], names: list[str]) -> 
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
-    app(prog_name="deploy/convert")
+    run_program(main, "deploy/convert")

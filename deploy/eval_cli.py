@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from common.errors import ConfigError
+from deploy.command import run_program
 from deploy.openai_client import (
     CONNECT_SECONDS,
     BadAnswer,
@@ -342,12 +343,5 @@ def run(
         raise typer.Exit(1)
 
 
-def main() -> None:
-    """Run the command line of deploy/eval."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
-    app(prog_name="deploy/eval")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run, "deploy/eval")

@@ -16,6 +16,7 @@ from common.config import load_cluster
 from common.errors import ConfigError
 from common.ipc.from_config import all_names
 from common.ipc.key_files import make_key_pairs
+from deploy.command import run_program
 
 
 def main(
@@ -38,6 +39,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
-    app(prog_name="deploy/keygen")
+    run_program(main, "deploy/keygen")

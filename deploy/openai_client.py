@@ -40,12 +40,12 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def json_fields(option: str, text: str) -> dict[str, Any]:
-    """Return the fields of a JSON object that an option holds. Raises ConfigError."""
+def extra_fields(text: str) -> dict[str, Any]:
+    """Return the fields of the JSON object in the option --extra-body. Raises ConfigError."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except ValueError as error:
-        raise ConfigError(option, f"is not a JSON object: {error}") from None
+        raise ConfigError("--extra-body", f"is not a JSON object: {error}") from None
 
 
 def error_sentence(raw: bytes) -> str:

@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from common.observability import logs
 from common.observability.logs import Log
 from common.observability.stderr_file import never_wait_for_readers
+from deploy.command import run_program
 from deploy.planning.changers import Changer, KubernetesScaler, RoleChanger
 from deploy.planning.observing import Observer
 from deploy.planning.planner import Planner, PlannerLoop
@@ -59,14 +60,7 @@ def run(
         pass
 
 
-def main() -> None:
-    """Run the command line of deploy/planner."""
+if __name__ == "__main__":
     never_wait_for_readers()
     logs.configure("planner", "info")
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
-    app(prog_name="deploy/planner")
-
-
-if __name__ == "__main__":
-    main()
+    run_program(run, "deploy/planner")

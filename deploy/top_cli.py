@@ -34,6 +34,7 @@ from common.errors import ConfigError
 from deploy.admin_client import MAX_ANSWER_BYTES, ask
 from deploy.cluster_options import Overrides, Port, with_port
 from deploy.cluster_sample import ClusterSample, Fetch, read_sample
+from deploy.command import run_program
 from deploy.openai_client import api_base, authorization
 from deploy.other_cluster import require_own_cluster
 from deploy.prepare import cluster_file_of
@@ -204,12 +205,5 @@ def run(
         raise typer.Exit(EXIT_NO_ANSWER) from None
 
 
-def main() -> None:
-    """Run the command line of deploy/top."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
-    app(prog_name="deploy/top")
-
-
 if __name__ == "__main__":
-    main()
+    run_program(run, "deploy/top")

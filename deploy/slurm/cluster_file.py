@@ -22,6 +22,7 @@ from common.config.router_processes import router_name
 from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
 from common.resolved_path import resolved_path
+from deploy.command import run_program
 
 ROUTER = "router"
 MOVABLE = "deploy.movable_node"
@@ -154,6 +155,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(main)
-    app(prog_name="python -m deploy.slurm.cluster_file")
+    run_program(main, "python -m deploy.slurm.cluster_file")
