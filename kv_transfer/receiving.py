@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from common.errors import TransferFailed
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.events import ReceiverEvent
 from kv_transfer.inbound import Dial
@@ -52,7 +51,7 @@ class PageReceiver(Protocol):
         state_slot: int = 0,
     ) -> int: ...
 
-    def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None: ...
+    def abort(self, room: int, reason: str) -> None: ...
 
     def close(self, room: int) -> None: ...
 

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from common.messages.wire import encode
+
 SEND_SECONDS = 5.0  # seconds until a channel without room is an error
 
 
@@ -45,3 +47,8 @@ def frames(reader: FrameReader) -> Iterator[bytes]:
     reader.clear()
     while (frame := reader.take()) is not None:
         yield frame
+
+
+def send_message(writer: FrameWriter, message: msgspec.Struct) -> None:
+    """Send a message as one frame. Raises as `FrameWriter.send` does."""
+    writer.send(encode(message), SEND_SECONDS)

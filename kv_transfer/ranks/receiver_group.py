@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from functools import partial
 
 from common.errors import ChecksumFailed, InternalError, InvalidRequest, Overloaded, TransferFailed
 from common.kv_cache.pool_layout import PoolLayout
-from common.messages.wire import encode
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, PeerRefused, ReceiverEvent, RoomFailed
 from kv_transfer.inbound import Dial, LinkState
-from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import AnnounceWork, FrameReader, FrameWriter, frames, send_message
 from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
@@ -89,7 +87,7 @@ class ReceiverGroup:
         self._local = local
         self._layout = layout
         self._record_slots = record_slots
-        self._commands = commands
+        self._command_ranks = partial(send_message, commands)
         self._reports = reports
         self._rooms: dict[int, _SharedRoom] = {}
         self._unannounced: dict[int, _SharedRoom] = {}  # wait until their prefill node has named its ranks
@@ -178,12 +176,12 @@ class ReceiverGroup:
         self._share()
         return generation
 
-    def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None:
+    def abort(self, room: int, reason: str) -> None:
         """Give the room up on all ranks, as `Receiver.abort` does."""
         shared = self._rooms.get(room)
         if shared is not None and not shared.given_up:
             self._events = [e for e in self._events if not (isinstance(e, Arrived) and e.room == room)]
-            self._give_up(shared, code, reason)
+            self._give_up(shared, TransferFailed.code, reason)
 
     def close(self, room: int) -> None:
         """End a room after Arrived was processed, on all ranks. Unknown rooms are ignored."""
@@ -310,6 +308,3 @@ class ReceiverGroup:
             found = max(len(sources(spec, size, rank, ours)) for rank in range(ours))
             self._slots_by_size[size] = found
         return found
-
-    def _command_ranks(self, command: msgspec.Struct) -> None:
-        self._commands.send(encode(command), SEND_SECONDS)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import partial
 from typing import Protocol
-
-import msgspec
 
 from common.errors import NodeLost, RequestError, Unavailable
 from common.kv_cache.pool_layout import MAX_RANKS, PoolLayout
 from common.messages.identity import NodeRef, rank_incarnation
-from common.messages.wire import encode
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, PagesFree, PeerForgot, ReceiverEvent, RoomFailed
-from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import AnnounceWork, FrameReader, FrameWriter, frames, send_message
 from kv_transfer.ranks.receiver_messages import (
     AbortRoom,
     CloseRoom,
@@ -70,7 +68,7 @@ class ReceiverRank:
         self._layout = layout
         self._peers = peers
         self._commands = commands
-        self._reports = reports
+        self._send_report = partial(send_message, reports)
 
     def turn(self) -> bool:
         """Process everything that has arrived. Returns True if something happened, so that more may follow at once."""
@@ -149,6 +147,3 @@ class ReceiverRank:
         else:
             self._peers.lost(event.incarnation)
             self._send_report(RankRefused(event.incarnation, event.reason))
-
-    def _send_report(self, report: msgspec.Struct) -> None:
-        self._reports.send(encode(report), SEND_SECONDS)

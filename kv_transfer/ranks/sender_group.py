@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from common.errors import InternalError, InvalidRequest
-from common.messages.wire import encode
 from kv_transfer.counters import SenderCounters
 from kv_transfer.cuts import sources
 from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import PeerTable
 from kv_transfer.outbound_room import GrantedSlots
-from kv_transfer.ranks.channel import SEND_SECONDS, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import FrameReader, FrameWriter, frames, send_message
 from kv_transfer.ranks.group_heartbeats import GroupHeartbeats
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
@@ -73,7 +73,7 @@ class SenderGroup:
         local.addresses = tuple(addresses)
         self._local = local
         self._layout = layout
-        self._commands = commands
+        self._command_ranks = partial(send_message, commands)
         self._reports = reports
         self._rooms: dict[int, _SharedPrompt] = {}
         # number of ranks of a decode node -> own ranks that send to it, except rank 0
@@ -234,6 +234,3 @@ class SenderGroup:
             shared.waiting.update(self._others[size])
             shared.sending.update(self._others[size])
             self._command_ranks(ExpectRoom(shared.room, shared.deadline, peer.leader, size, shared.pages))
-
-    def _command_ranks(self, command: msgspec.Struct) -> None:
-        self._commands.send(encode(command), SEND_SECONDS)

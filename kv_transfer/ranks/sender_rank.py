@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-import msgspec
-
-from common.messages.wire import encode
 from kv_transfer.events import Delivered, SenderEvent, TransferLost
 from kv_transfer.handshake import destination_ranks
-from kv_transfer.ranks.channel import SEND_SECONDS, AnnounceWork, FrameReader, FrameWriter, frames
+from kv_transfer.ranks.channel import AnnounceWork, FrameReader, FrameWriter, frames, send_message
 from kv_transfer.ranks.sender_messages import (
     CancelRoom,
     ExpectRoom,
@@ -47,7 +45,7 @@ class SenderRank:
         self._listen = listen
         self._send = send
         self._commands = commands
-        self._reports = reports
+        self._send_report = partial(send_message, reports)
         self._orders: list[SendOrder] = []  # whose plan is not known to be complete
         self._waiting: set[int] = set()  # rooms that lack grants
         self._running = 0
@@ -144,6 +142,3 @@ class SenderRank:
         elif isinstance(event, TransferLost):
             self._waiting.discard(event.room)
             self._send_report(RankLost(event.room, event.code, event.reason))
-
-    def _send_report(self, report: msgspec.Struct) -> None:
-        self._reports.send(encode(report), SEND_SECONDS)
