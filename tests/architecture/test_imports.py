@@ -51,6 +51,7 @@ ONLY_PREFILL = (
     "common.engine.models.llava",
     "common.engine.models.learned_tower",
     "common.engine.models.patch_attention",
+    "common.engine.models.patch_merger",
     "common.engine.models.qwen_tower",
     "common.engine.models.qwen_vl",
     "common.engine.models.vision_part",

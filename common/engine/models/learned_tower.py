@@ -7,7 +7,6 @@ norm, attention, norm, MLP around one stream. The interface is that of `qwen_tow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +21,10 @@ from common.engine.layers.norm import LayerNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.models.patch_attention import PatchAttention
+from common.engine.models.patch_merger import EPS, Ints, PatchMerger, TowerSizes
 
-EPS = 1e-6
 CORNERS = 4  # learned positions around an interpolated one
 
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
@@ -55,18 +53,6 @@ class LearnedBlock(nn.Module):
             yield from part.pieces()
 
 
-class TowerSizes(NamedTuple):
-    """The sizes of a tower."""
-
-    width: int  # C values of a patch inside the tower
-    inner: int  # width inside MLPs
-    heads: int
-    depth: int  # blocks
-    patch: tuple[int, ...]  # (channels, frames, rows, columns) of the values of one patch
-    group: int  # patches that are merged
-    hidden: int  # width H of the language model
-
-
 class LearnedTower(nn.Module):
     """Embeds patches, runs the blocks, and merges groups of patches into rows of the language model.
 
@@ -76,20 +62,18 @@ class LearnedTower(nn.Module):
 
     def __init__(self, sizes: TowerSizes, side: int, placement: Placement) -> None:
         super().__init__()
-        width, inner, heads, depth, patch, group, hidden = sizes
-        self.patch, self.group, self.side = patch, group, side
-        values = int(torch.Size(patch).numel())
+        width, self.patch, self.side = sizes.width, sizes.patch, side
         weights = DenseFormat(placement, LibraryLinear)
-        self.embed = weights.linear(values, {"patch_embed.proj": width}, True)
+        self.embed = weights.linear(sizes.values, {"patch_embed.proj": width}, True)
         self.positions = Embedding(
             "pos_embed", side * side, range(side * side), parameter((side * side, width), placement)
         )
         self.blocks = nn.ModuleList(
-            LearnedBlock(f"blocks.{index}", width, inner, heads, weights) for index in range(depth)
+            LearnedBlock(f"blocks.{index}", width, sizes.inner, sizes.heads, weights)
+            for index in range(sizes.depth)
         )
         self.norm = LayerNorm("merger.norm", width, EPS, placement)
-        self.merge = weights.linear(group * width, {"merger.linear_fc1": group * width}, True)
-        self.project = weights.linear(group * width, {"merger.linear_fc2": hidden}, True)
+        self.merger = PatchMerger(sizes, ("merger.linear_fc1", "merger.linear_fc2"), weights)
 
     def embedded(self, patches: Tensor) -> Tensor:
         """Return [N, C] for [N, values], without positions."""
@@ -109,9 +93,7 @@ class LearnedTower(nn.Module):
 
     def merged(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return [N / group, H] for x and residual [N, C]."""
-        grouped = self.norm(x + residual).view(-1, self.group * x.shape[1])
-        inner = F.gelu(self.merge.product(Activations(grouped)))
-        return self.project.product(Activations(inner))
+        return self.merger.merged(self.norm(x + residual))
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces it reads. Their names lack the prefix that the checkpoint's layout has for the tower."""
@@ -122,8 +104,8 @@ class LearnedTower(nn.Module):
         for block in self.blocks:
             assert isinstance(block, LearnedBlock)
             yield from block.pieces()
-        for part in (self.norm, self.merge, self.project):
-            yield from part.pieces()
+        yield from self.norm.pieces()
+        yield from self.merger.pieces()
 
 
 def corners_of(places: Ints, sizes: Sequence[tuple[int, int]], side: int) -> tuple[Ints, Floats]:

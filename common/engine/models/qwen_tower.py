@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.engine.attention.segments import Segments
@@ -22,10 +19,7 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.models.patch_attention import PatchAttention
-
-EPS = 1e-6
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+from common.engine.models.patch_merger import EPS, Ints, PatchMerger, TowerSizes
 
 
 class VisionMlp(nn.Module):
@@ -78,35 +72,17 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """Embeds patches, runs the blocks, and merges groups of patches into rows of the language model."""
 
-    def __init__(
-        self,
-        width: int,
-        inner: int,
-        heads: int,
-        depth: int,
-        patch: tuple[int, ...],
-        group: int,
-        hidden: int,
-        placement: Placement,
-    ) -> None:
-        """
-        Args:
-            patch: (channels, frames, rows, columns) of the values of one patch.
-            group: number of patches that are merged.
-            hidden: width H of the language model.
-        """
+    def __init__(self, sizes: TowerSizes, placement: Placement) -> None:
         super().__init__()
-        self.patch = patch
-        self.group = group
-        values = int(torch.Size(patch).numel())
+        width, self.patch = sizes.width, sizes.patch
         weights = DenseFormat(placement, LibraryLinear)
-        self.embed = weights.linear(values, {"patch_embed.proj": width}, False)
+        self.embed = weights.linear(sizes.values, {"patch_embed.proj": width}, False)
         self.blocks = nn.ModuleList(
-            VisionBlock(f"blocks.{index}", width, inner, heads, weights) for index in range(depth)
+            VisionBlock(f"blocks.{index}", width, sizes.inner, sizes.heads, weights)
+            for index in range(sizes.depth)
         )
         self.norm = RmsNorm("merger.ln_q", width, EPS, placement)
-        self.merge = weights.linear(group * width, {"merger.mlp.0": group * width}, True)
-        self.project = weights.linear(group * width, {"merger.mlp.2": hidden}, True)
+        self.merger = PatchMerger(sizes, ("merger.mlp.0", "merger.mlp.2"), weights)
 
     def embedded(self, patches: Tensor) -> Tensor:
         """Return [N, C] for [N, values].
@@ -126,9 +102,7 @@ class VisionTower(nn.Module):
     def merged(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return [N / group, H] for x and residual [N, C]."""
         normed, _ = self.norm.add(x, residual)
-        grouped = normed.view(-1, self.group * x.shape[1])
-        inner = F.gelu(self.merge.product(Activations(grouped)))
-        return self.project.product(Activations(inner))
+        return self.merger.merged(normed)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces it reads. Their names lack the prefix that the checkpoint's layout has for the tower."""
@@ -137,5 +111,5 @@ class VisionTower(nn.Module):
         for block in self.blocks:
             assert isinstance(block, VisionBlock)
             yield from block.pieces()
-        for part in (self.norm, self.merge, self.project):
-            yield from part.pieces()
+        yield from self.norm.pieces()
+        yield from self.merger.pieces()

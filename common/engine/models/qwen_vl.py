@@ -26,15 +26,14 @@ from common.engine.attention.segments import Segments, segments_of, takes_flash
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
 from common.engine.models.checkpoint_layout import checkpoint_layout
-from common.engine.models.learned_tower import LearnedTower, TowerSizes
+from common.engine.models.learned_tower import LearnedTower
 from common.engine.models.model_size import check_tower_size
+from common.engine.models.patch_merger import Ints, TowerSizes
 from common.engine.models.qwen_tower import VisionTower
 from common.engine.models.vision_part import Pixels
 from common.engine.ops.rotary import rotary_angles_by_axis
 from common.engine.weights import load_weights
 from common.errors import ModelError
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class QwenPart(nn.Module):
             side = math.isqrt(options["num_position_embeddings"])
             self.tower = LearnedTower(sizes, side, placement)
         else:
-            self.tower = VisionTower(*sizes, placement)
+            self.tower = VisionTower(sizes, placement)
         device = placement.device
         deviation = torch.tensor(vision.image_std, device=device)
         mean = torch.tensor(vision.image_mean, device=device)
