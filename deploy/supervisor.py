@@ -103,19 +103,19 @@ class Supervisor:
     def __init__(self, resolved: Resolved, overrides: list[str]) -> None:
         self._resolved = resolved
         self._overrides = overrides
-        self._run_dir = run_directory(resolved, to_write=True)
+        self.run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
         _refuse_unstartable(cluster)
         scheme = "http" if resolved.tls_paths is None else "https"
         self.url = local_url(cluster.router.host, cluster.router.port, scheme)
         self._admin_socket = admin_listeners(resolved).socket
         self._drain = cluster.health.drain_timeout
-        logs = self._run_dir / "logs"
+        logs = self.run_dir / "logs"
         try:
             logs.mkdir(exist_ok=True)
             self._lock = self._take_lock()
         except OSError as error:
-            raise unwritable(self._run_dir, error.strerror or str(error)) from error
+            raise unwritable(self.run_dir, error.strerror or str(error)) from error
         common = ["--cluster", str(resolved.file), *set_options(overrides)]
         children = [
             Child(name, [*command, *common], logs / f"{name}.log") for name, command in _processes(cluster)
@@ -132,10 +132,6 @@ class Supervisor:
         self.children = children
         self._watcher = Watcher(children, self._resolved.cluster.health.start_hang_timeout)
 
-    @property
-    def run_dir(self) -> Path:
-        return self._run_dir
-
     def request_stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Ask `watch` to return. Usable as a signal handler."""
         self._stop_requested = True
@@ -149,7 +145,7 @@ class Supervisor:
         try:
             self._kept.enter_context(exempt_from_cleaning(*self._own_directories()))
             # The waits that follow may take long, and `deploy/down` finds this process by the table.
-            self._leftovers = find_leftovers(self._run_dir)
+            self._leftovers = find_leftovers(self.run_dir)
             check_model_directories(self._resolved)
             self._write_first()
             end_leftovers(self._leftovers, self._drain + 5, report, lambda: self._stop_requested)
@@ -202,10 +198,10 @@ class Supervisor:
                 child.stop(max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(OSError):
             sweep_orphans()
-        own = [file for pattern in OWN_FILES for file in self._run_dir.glob(pattern)]
+        own = [file for pattern in OWN_FILES for file in self.run_dir.glob(pattern)]
         # By the table the next supervisor finds leftovers that this one has not ended.
         if not self._leftovers:
-            own.append(table_path(self._run_dir))
+            own.append(table_path(self.run_dir))
         for file in (*own, self._lock_path):
             with contextlib.suppress(OSError):  # on a disk that has become read-only, the file stays
                 file.unlink()
@@ -215,7 +211,7 @@ class Supervisor:
     def _own_directories(self) -> list[Path]:
         """Return the directories in which only tandem has files. deploy/api_key locks those of the user."""
         file = self._resolved.file
-        return [self._run_dir, *([file.parent] if lock_path(file).exists() else [])]
+        return [self.run_dir, *([file.parent] if lock_path(file).exists() else [])]
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
@@ -269,7 +265,7 @@ class Supervisor:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _take_lock(self) -> int:
-        self._lock_path = self._run_dir / "lock"
+        self._lock_path = self.run_dir / "lock"
         while True:
             descriptor = os.open(self._lock_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
@@ -278,13 +274,13 @@ class Supervisor:
                 os.close(descriptor)
                 if not isinstance(error, BlockingIOError):
                     raise
-                raise self._already_running(read_table(self._run_dir)) from None
+                raise self._already_running(read_table(self.run_dir)) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._lock_path.stat()):
                     break
             # The last owner has just removed this file, so its lock excludes nobody.
             os.close(descriptor)
-        table = read_table(self._run_dir)
+        table = read_table(self.run_dir)
         if table is not None:  # the lock file was removed while its supervisor runs
             os.close(descriptor)
             raise self._already_running(table)
@@ -297,7 +293,7 @@ class Supervisor:
         """Write the first table. If that fails the start fails, because `deploy/down` could not find the cluster."""
         self._write("starting")
         if self._table_problem:
-            raise unwritable(self._run_dir, self._table_problem)
+            raise unwritable(self.run_dir, self._table_problem)
 
     def _write(self, state: State) -> None:
         """Write the table. A failure is reported as a problem but never ends the cluster."""
@@ -311,20 +307,20 @@ class Supervisor:
             problems=self._problems,
         )
         try:
-            write_table(self._run_dir, table)
+            write_table(self.run_dir, table)
             self._table_problem = ""
         except OSError as error:
             self._table_problem = f"cluster.json cannot be written: {error.strerror or error}"
 
     def _table_is_old(self) -> bool:
         """Return whether the table could not be written, or was removed by someone."""
-        return bool(self._table_problem) or not table_path(self._run_dir).exists()
+        return bool(self._table_problem) or not table_path(self.run_dir).exists()
 
     def _look_for_problems(self, report: Report) -> bool:
         """Report problems that appeared or disappeared; return True if any did."""
-        found = [disk_problem(self._run_dir) or "", *(child.log_problem for child in self.children)]
+        found = [disk_problem(self.run_dir) or "", *(child.log_problem for child in self.children)]
         if self._table_problem:
-            found.append(f"{self._run_dir}: {self._table_problem}; deploy/status shows an outdated state")
+            found.append(f"{self.run_dir}: {self._table_problem}; deploy/status shows an outdated state")
         problems = [problem for problem in found if problem]
         for problem in problems:
             if problem not in self._problems:

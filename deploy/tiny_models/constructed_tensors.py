@@ -1,4 +1,4 @@
-"""Makes the weights of a model of any family on a device, and fills models with them without files.
+"""Makes the weights of a model of any family on a device.
 
 The loader's pieces say which tensors a checkpoint of the family has. Each tensor is made when it is read, from the seed
 and its name, by the counter-based generator of the device: 70 GB take seconds, and the order of the reads does not
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.piece import Piece
-from common.engine.weights import fill_piece
 from deploy.tiny_models.constructed_head import Drafting, wrong_tokens
 from deploy.tiny_models.constructed_shape import EPS, GAP, Shape, draft_ids, embedding, successor
 
@@ -74,7 +73,7 @@ class TargetTensors:
     ) -> None:
         if config.tie_word_embeddings:
             raise ValueError("a target whose LM head is its embedding cannot be constructed")
-        self.config, self.shape, self.device = config, shape, device
+        self.shape, self.device = shape, device
         self._seed = seed
         self._generator = torch.Generator(device)
         self.embeds = embedding(shape, seed, device)
@@ -126,24 +125,6 @@ class TargetTensors:
         return rows
 
 
-class _Source:
-    """A checkpoint whose tensors are made when they are read; keeps the last one, which several pieces may read."""
-
-    def __init__(self, pieces: Iterable[Piece], make: Make) -> None:
-        self._by_name = {piece.name: piece for piece in pieces}
-        self._make = make
-        self._last: tuple[str, Tensor] | None = None
-
-    def get_tensor(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self._make(self._by_name[name])
-        return self._last[1]
-
-    def get_slice(self, name: str) -> Tensor:
-        return self.get_tensor(name)
-
-
 class _Names(Container[str]):
     """The names of a checkpoint, as far as models ask for them: whether experts are stacked."""
 
@@ -167,16 +148,3 @@ def stored_pieces(pieces: Iterable[Piece], stacked: bool) -> list[Piece]:
     """
     names = _Names(stacked)
     return sorted((each for piece in pieces for each in piece.stored_as(names)), key=lambda each: each.name)
-
-
-@torch.no_grad()
-def fill(pieces: Iterable[Piece], make: Make, stacked: bool) -> None:
-    """Fill every piece as the loader does, each tensor made once.
-
-    Args:
-        stacked: as in `stored_pieces`.
-    """
-    found = stored_pieces(pieces, stacked)
-    source = _Source(found, make)
-    for piece in found:
-        fill_piece(piece, source)

@@ -26,11 +26,11 @@ from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.node.loaded_draft import HeadDraft, LoadedDraft, ModulesDraft
 from common.node.serving_draft import ServingDraft, draft_shape, load_serving_draft
 from common.speculation.directory import algorithm_of, load_draft_config
-from deploy.tiny_models import constructed_tensors
 from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
 from deploy.tiny_models.constructed_module import ModuleTensors
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from deploy.tiny_models.constructed_tensors import TargetTensors, shape_of, stacks_experts
+from tests.bench.constructed_model import fill
 from tests.unit.checkpoint.published import PUBLISHED
 
 LLAMA, LLAMA_70B = "llama-3.1-8b", "llama-3.1-70b"
@@ -143,14 +143,14 @@ def pair(
     model = _target(config, tensors, draft.aux_layers, ranks)
     head = Eagle3Head(draft, model, model.placement, (D2T,)).eval()
     found = dict(head_tensors(shape, drafting, seed, device))
-    constructed_tensors.fill(head.pieces(), lambda piece: found[piece.name], stacked=False)
+    fill(head.pieces(), lambda piece: found[piece.name], stacked=False)
     return _with_loaded(model, HeadDraft(head, 1), draft)
 
 
 def _with_module(draft: DraftConfig, model: CausalLM, tensors: TargetTensors) -> Pair:
     modules = build_mtp(draft, model, model.placement).eval()
     make = ModuleTensors(draft, tensors)
-    constructed_tensors.fill(modules.pieces(), make, stacks_experts(model.config))
+    fill(modules.pieces(), make, stacks_experts(model.config))
     return _with_loaded(model, ModulesDraft(modules, draft.repeats), draft)
 
 
@@ -172,7 +172,7 @@ def _target(
     device = tensors.device
     placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device, ranks)
     model = build_model(config, placement, aux_layers).eval()
-    constructed_tensors.fill(model.pieces(), tensors, stacks_experts(config))
+    fill(model.pieces(), tensors, stacks_experts(config))
     return model
 
 

@@ -19,9 +19,10 @@ from deploy.tiny_models.tokenizer import id_of
 from deploy.tiny_models.tool_calls import checkpoint
 from deploy.tiny_models.tool_calls.catalogue import TOPICS
 from deploy.tiny_models.tool_calls.chat_form import END, PAD, THINK
-from deploy.tiny_models.tool_calls.declarations import CALCULATOR, plain_tool
+from deploy.tiny_models.tool_calls.declarations import CALCULATOR
 from tests.cluster.check_families import shipped
 from tests.cluster.harness import ROOT, RunningCluster
+from tests.fakes.plain_tools import plain_tool
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 

@@ -50,7 +50,6 @@ class Acceptance:
     suite: str
     count: int
     steps: int
-    rounds: int
     length: float
     most: float  # the accept length of a draft that is always right
     per_step: list[float]
@@ -143,7 +142,6 @@ def acceptance(
         name,
         len(answered),
         steps,
-        len(rounds),
         accept_length(rounds),
         accept_length(best),
         accepted_at(rounds, steps),

@@ -67,17 +67,6 @@ class Tool:
         )
 
 
-def plain_tool(topic: Topic) -> Tool:
-    """Declare a tool in the most common form."""
-    keys = tuple(argument.keys[0] for argument in topic.arguments)
-    properties = {
-        key: {"type": argument.type, "description": argument.about}
-        for key, argument in zip(keys, topic.arguments, strict=True)
-    }
-    parameters = {"type": "object", "properties": properties, "required": list(keys)}
-    return _tool(topic, topic.tools[0], keys, topic.about[0], parameters)
-
-
 def varied_tool(rng: random.Random, topic: Topic) -> Tool:
     """Declare a tool with a drawn name, description and schema."""
     standard = topic is CALCULATOR and rng.random() < STANDARD_SHARE
@@ -90,7 +79,11 @@ def varied_tool(rng: random.Random, topic: Topic) -> Tool:
         about = None
     if not standard and rng.random() < RANDOM_SHARE:
         keys = tuple(f"{word(rng)}{index or ''}" for index, _ in enumerate(topic.arguments))
-    return _tool(topic, name, keys, about, _parameters(rng, topic.arguments, keys))
+    function: dict[str, Any] = {"name": name}
+    if about is not None:
+        function["description"] = about
+    function["parameters"] = _parameters(rng, topic.arguments, keys)
+    return Tool(topic, name, keys, {"type": "function", "function": function})
 
 
 def _parameters(rng: random.Random, arguments: Sequence[Argument], keys: Sequence[str]) -> dict[str, Any]:
@@ -121,13 +114,3 @@ def _shuffled(rng: random.Random, schema: dict[str, Any]) -> dict[str, Any]:
     items = list(schema.items())
     rng.shuffle(items)
     return dict(items)
-
-
-def _tool(
-    topic: Topic, name: str, keys: tuple[str, ...], about: str | None, parameters: dict[str, Any]
-) -> Tool:
-    function: dict[str, Any] = {"name": name}
-    if about is not None:
-        function["description"] = about
-    function["parameters"] = parameters
-    return Tool(topic, name, keys, {"type": "function", "function": function})

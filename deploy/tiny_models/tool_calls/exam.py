@@ -41,7 +41,6 @@ class ToolScore:
     """The result of an exam."""
 
     name: str
-    prompt_tokens: int = 0  # total over first turns
     asked: Counter[str] = field(default_factory=Counter)  # conversations per kind
     right: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -81,7 +80,6 @@ def evaluate(
     turns = Turns(thinks=thinks, first=True, second=True, keeps=thinks)
     taken = [_Taken(each, _prompt(each, turns)) for each in asked]
     _generate(model, tokenizer, taken, score)
-    score.prompt_tokens = sum(each.prompt_tokens for each in score.answered)
     followed = []
     for one in taken:
         found = _results_of(one, score)

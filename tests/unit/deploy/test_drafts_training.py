@@ -98,7 +98,7 @@ def test_the_card_takes_new_figures(tmp_path: Path) -> None:
     card = draft_card.Card("mtp", 1_720_000, 3, OUTCOME, "a machine", "a command")
     draft_card.write(tmp_path, card)
     assert "not measured yet" in (tmp_path / "README.md").read_text()
-    row = Acceptance("chat", 8, 3, rounds=10, length=3.5, most=3.8, per_step=[0.9, 0.8, 0.7])
+    row = Acceptance("chat", 8, 3, length=3.5, most=3.8, per_step=[0.9, 0.8, 0.7])
     draft_card.write_figures(tmp_path, [replace(row, length=2.0)])
     draft_card.write_figures(tmp_path, [row])
     text = (tmp_path / "README.md").read_text()

@@ -29,7 +29,7 @@ from deploy.tiny_models.tool_calls.chat_form import (
     segments,
 )
 from deploy.tiny_models.tool_calls.conversations import KINDS, TRAINED, Conversation, Conversations, exam
-from deploy.tiny_models.tool_calls.declarations import CALCULATOR, plain_tool, varied_tool
+from deploy.tiny_models.tool_calls.declarations import CALCULATOR, varied_tool
 from deploy.tiny_models.tool_calls.documents import TURNS, ConversationSource
 from deploy.tiny_models.tool_calls.expressions import drawn, evaluate, expression_of, shown, small
 from deploy.tiny_models.word_problems import problems, split_of
@@ -39,6 +39,7 @@ from router.requests.chat_fields import check_tools
 from router.requests.openai_schema import Message
 from router.templates.chat_template import ChatTemplate
 from router.tokens.tokenizer import Tokenizer as RouterTokenizer
+from tests.fakes.plain_tools import plain_tool
 
 
 @pytest.fixture(scope="module")
