@@ -243,7 +243,10 @@ class ControlPlane:
         if isinstance(message, Heartbeat):
             if message.incarnation == identity:
                 known = self._registry.heartbeat(message)
-                self._socket.datagram(sender.routing_id, encode(self._ack(message.sequence, known)))
+                answer = HeartbeatAck(
+                    router_incarnation=self._incarnation, sequence=message.sequence, known=known
+                )
+                self._socket.datagram(sender.routing_id, encode(answer))
         elif isinstance(message, FirstToken):
             self._attempts.on_first_token(identity, message)
         elif isinstance(message, PromptScores):
@@ -326,9 +329,6 @@ class ControlPlane:
             else:
                 # A broken TCP connection is re-established within a moment: only the next probe decides.
                 self._unreachable.add(node.incarnation)
-
-    def _ack(self, sequence: int, known: bool) -> HeartbeatAck:
-        return HeartbeatAck(router_incarnation=self._incarnation, sequence=sequence, known=known)
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()

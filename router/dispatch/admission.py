@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.errors import Overloaded
@@ -163,14 +162,6 @@ class ServiceRate:
         return tokens * min(self._clock() - self._since, RATE_SECONDS) / ended if ended else 0.0
 
 
-@dataclass(slots=True)
-class _Gate:
-    """A waiting request and the event that admits it."""
-
-    waiting: WaitingRequest
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Admission:
     """Admits requests in fair order while the decode nodes have room. Used on the event loop only."""
 
@@ -187,7 +178,7 @@ class Admission:
         self._longest_wait = longest_wait
         self._clock = clock
         self._queue = FairQueue()
-        self._gates: dict[WaitingRequest, _Gate] = {}
+        self._gates: dict[WaitingRequest, asyncio.Event] = {}  # what admits each waiting request
         self._tokens = 0  # cost of the admitted requests that have not ended
         self._requests = 0
         self._recent = SlidingSum(REPORTED_SECONDS, clock)  # cost that nodes may not report yet
@@ -258,18 +249,18 @@ class Admission:
         expected = self._expected_wait(waiting)
         if expected > self._longest_wait:
             raise _overloaded(expected)
-        gate = _Gate(waiting)
+        opened = asyncio.Event()
         if not len(self._queue):
             self._rate.restart(self._tokens)
         self._queue.push(waiting)
-        self._gates[waiting] = gate
+        self._gates[waiting] = opened
         try:
             self._open_gates()
             async with asyncio.timeout(timeout):
-                await gate.opened.wait()
+                await opened.wait()
         except BaseException as error:
             # Admitted and cancelled at the same time.
-            if gate.opened.is_set():
+            if opened.is_set():
                 self._tokens -= waiting.cost
                 self._requests -= 1
                 self._queue.leave(waiting.client)
@@ -291,7 +282,7 @@ class Admission:
     def _open(self, head: WaitingRequest) -> None:
         self._queue.take(head)
         self._count(head.cost)
-        self._gates.pop(head).opened.set()
+        self._gates.pop(head).set()
 
     def _look_again(self) -> None:
         self._look = None

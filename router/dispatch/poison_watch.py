@@ -83,7 +83,8 @@ class PoisonWatch:
         Past the position of its crash the request is cleared, and the next one gets its trial.
         """
         self.suspects.progressed(flight.suspect, emitted)
-        self._end_trial(flight, trial)
+        if trial.isolated and not self.suspects.needs_isolation(flight.suspect):
+            trial.release()
 
     def prefilled(self, flight: InFlight) -> None:
         if flight.suspect:
@@ -92,10 +93,6 @@ class PoisonWatch:
     def completed(self, flight: InFlight) -> None:
         if flight.suspect:
             self.suspects.completed(flight.suspect)
-
-    def _end_trial(self, flight: InFlight, trial: Trial) -> None:
-        if trial.isolated and not self.suspects.needs_isolation(flight.suspect):
-            trial.release()
 
 
 def _had(node: Node, attempt: Attempt) -> bool:

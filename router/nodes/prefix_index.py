@@ -27,7 +27,6 @@ PLACED = "placed"  # the source of what was placed on a node
 class _Holder:
     """The blocks of one node that one source knows."""
 
-    incarnation: str
     bit: int  # a power of two
     most: int  # blocks that its pool holds
     ttl: float  # seconds after which an unused block is forgotten
@@ -136,7 +135,7 @@ class PrefixIndex:
         """Note that a node holds a prompt, or will soon. `most`: blocks that its pool can hold."""
         node = self._nodes.get((incarnation, source))
         if node is None:
-            node = _Holder(incarnation, self._known.add(incarnation), most, self._ttl)
+            node = _Holder(self._known.add(incarnation), most, self._ttl)
             self._nodes[incarnation, source] = node
             self._order.append(node)
         node.most, node.ttl = most, self._ttl if ttl is None else ttl

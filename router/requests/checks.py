@@ -82,13 +82,9 @@ _FREQUENCY = _Range("frequency_penalty", -2.0, 2.0)
 def check_request(body: SharedFields, model: ServedModel) -> None:
     """Apply the checks that need no prompt."""
     refuse_unsupported(body)
-    check_model(body, model)
+    check_name(body.model, model.names)
     if body.stream_options is not None and not body.stream and body.stream_options != NO_OPTIONS:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-
-
-def check_model(request: SharedFields, model: ServedModel) -> None:
-    check_name(request.model, model.names)
 
 
 def check_name(given: str | None, names: Sequence[str]) -> None:

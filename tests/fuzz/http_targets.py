@@ -14,7 +14,7 @@ from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
 from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, usage_field
 from router.apis.tasks import READERS
-from router.requests.checks import ServedModel, check_model, sampling_params
+from router.requests.checks import ServedModel, check_name, sampling_params
 from router.requests.image_parts import image_parts
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import (
@@ -65,7 +65,7 @@ def task_body(api: str, data: bytes) -> None:
 
 
 def _check(request: SharedFields) -> None:
-    check_model(request, MODEL)
+    check_name(request.model, MODEL.names)
     check_stops(request)
     made = sampling_params(request, 1, MODEL, request.max_tokens, "max_tokens", None)
     assert made.fits(MODEL.vocab_size)
