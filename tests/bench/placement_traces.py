@@ -1,5 +1,9 @@
 """Synthetic traces with the published statistics of Mooncake's conversation and agent traces.
 
+    python -m tests.bench.placement_traces agents FILE [--rate 6.67] [--seconds 90] [--seed 1]
+
+writes one for `deploy/bench URL --trace FILE`.
+
 Conversation: 12,031 requests in 59 minutes, in bunches every 3 s; prompts of 12,035 tokens in the mean, 6,909 in the
 median, 27,367 and 85,401 at the 90th and 99th percentile (a log-normal distribution has all four); answers of 343
 tokens, 597 at the 90th percentile; 37 % of the tokens are in blocks that came before; half of the next turns come
@@ -10,13 +14,17 @@ of the tokens come again, as in Alibaba's trace of an API.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles
+
+import msgspec
 
 from deploy.load_generator.trace import BLOCK_TOKENS, TraceRequest
 
@@ -157,3 +165,25 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
         "blocks_used_once": round(sum(times == 1 for times in uses.values()) / len(uses), 3),
         "ideal_hit_rate": round(again / total, 3),
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("file", type=Path)
+    parser.add_argument(
+        "--rate", type=float, help="requests per second; default: that of the published trace"
+    )
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    shape = SHAPES[options.shape]
+    requests = list(trace(shape, options.rate or shape.rate, options.seconds, options.seed))
+    options.file.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in requests))
+    print(statistics(requests))
+
+
+if __name__ == "__main__":
+    main()

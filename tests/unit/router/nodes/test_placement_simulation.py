@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from deploy.load_generator.trace import read_trace
 from tests.bench.placement_simulation import Setup, simulate
-from tests.bench.placement_traces import AGENTS, CONVERSATION, statistics, trace
+from tests.bench.placement_traces import AGENTS, CONVERSATION, main, statistics, trace
 
 
 def test_a_conversation_trace_has_the_published_statistics() -> None:
@@ -25,6 +28,16 @@ def test_an_agent_trace_has_the_published_lengths() -> None:
     assert found["input_mean"] == pytest.approx(8596, rel=0.05)
     assert found["output_mean"] == pytest.approx(182, rel=0.05)
     assert found["ideal_hit_rate"] == pytest.approx(0.62, abs=0.04)
+
+
+def test_a_trace_that_was_written_can_be_replayed(tmp_path: Path) -> None:
+    main(["agents", str(tmp_path / "trace.jsonl"), "--seconds", "20", "--seed", "2"])
+    read = list(read_trace(tmp_path / "trace.jsonl"))
+    drawn = list(trace(AGENTS, AGENTS.rate, 20.0, 2))
+    assert len(read) > 50
+    assert [(each.timestamp, each.hash_ids) for each in read] == [
+        (each.timestamp, each.hash_ids) for each in drawn
+    ]
 
 
 def test_requests_that_share_prefixes_meet_on_their_nodes() -> None:
