@@ -83,23 +83,26 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> Lark:
     """
     lark, pieces = LarkWriter(special), list[str]()
     for number, trigger in enumerate(form.triggers):
-        names = []
-        for index, tag in enumerate(form.tags):
-            if tag.begin.startswith(trigger):
-                for match in lark.special_tokens.finditer(tag.begin):
-                    if match.start() < len(trigger) < match.end():
-                        raise ValueError(
-                            f"the trigger {trigger[:80]!r} ends inside the special token {match[0]}: let it contain all"
-                        )
-                names.append(f"tag_{index}")
-                lark.schemas[f"content_{index}"] = tag.schema
-                rest, end = lark.literal(tag.begin.removeprefix(trigger)), lark.literal(tag.end)
-                lark.rules.append(f"tag_{index}: {sequence(rest, f'@content_{index}', end)}")
+        begun = {index: tag for index, tag in enumerate(form.tags) if tag.begin.startswith(trigger)}
+        for index, tag in begun.items():
+            _check_whole_tokens(trigger, tag, lark)
+            lark.schemas[f"content_{index}"] = tag.schema
+            rest, end = lark.literal(tag.begin.removeprefix(trigger)), lark.literal(tag.end)
+            lark.rules.append(f"tag_{index}: {sequence(rest, f'@content_{index}', end)}")
         if trigger not in special and lark.special_tokens.search(trigger):
             raise ValueError(
                 f"the trigger {trigger[:80]!r} has a special token in it; make the trigger this token and nothing else"
             )
         begin = lark.until(trigger, f"begin_{number}")
-        lark.rules.append(f"piece_{number}: {begin} ({' | '.join(names)})")
+        lark.rules.append(f"piece_{number}: {begin} ({' | '.join(f'tag_{index}' for index in begun)})")
         pieces.append(f"piece_{number}")
     return lark.finished(f"({' | '.join(pieces)})* {ANY_TEXT}")
+
+
+def _check_whole_tokens(trigger: str, tag: Tag, lark: LarkWriter) -> None:
+    """Raise ValueError if the trigger of a tag ends inside a special token."""
+    for match in lark.special_tokens.finditer(tag.begin):
+        if match.start() < len(trigger) < match.end():
+            raise ValueError(
+                f"the trigger {trigger[:80]!r} ends inside the special token {match[0]}: let it contain all"
+            )

@@ -241,10 +241,6 @@ class OpenAiRoutes:
                 "prompts in several requests",
                 param="prompt",
             )
-        options: AnswerOptions | None = None
-        # Whether the constraint and the limit depend on the prompt, which may open the reasoning.
-        reasons = False
-        limit: ThinkingLimit | None = None
         length = prompt_length(body, model.max_model_len)
         if own is not None:
             # What all prompts have to meet; each is checked with its own fields below.
@@ -252,6 +248,10 @@ class OpenAiRoutes:
             length = structs.replace(length, min_answer_tokens=least)
         encoded = await self._encoded(given, body, length)
         memory.release()
+        options: AnswerOptions | None = None
+        limit: ThinkingLimit | None = None
+        # Prompts have the same options, unless their fields differ or their texts may open the reasoning.
+        alike = own is None and REASONING_FIELDS.values(body) == REASONING_FIELDS.nulls
         for index, (name, ids) in enumerate(encoded.items()):
             fields = body if own is None else own.bodies[index]
             least = (length if own is None else fields).min_answer_tokens
@@ -260,14 +260,8 @@ class OpenAiRoutes:
             if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
             try:
-                if options is None or own is not None or reasons:
-                    constraint, limit = read_constraint(fields), None
-                    reasons = REASONING_FIELDS.values(fields) != REASONING_FIELDS.nulls
-                    if reasons:
-                        constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
-                    grammar = await self._texts.grammar(constraint, model)
-                    rules = await token_rules(fields, model, self._texts)
-                    options = AnswerOptions("max_tokens", logprobs, grammar, rules, min_answer_tokens=least)
+                if options is None or not alike:
+                    options, limit = await self._options(fields, model, ids, logprobs, least)
                 own_id = identities[index] if identities else None
                 asked = Prompt(ids, index, text=text, thinking=limit, identity=own_id)
                 choices += self._maker.make(request, fields, model, options, asked, batch)
@@ -285,6 +279,20 @@ class OpenAiRoutes:
         told = [choice.request.token_ids for choice in choices]
         shown = with_details(show(form, told), form, body, told, self._tokenizer)
         return await self._answer(request, body, shown, choices)
+
+    async def _options(
+        self, fields: CompletionRequest, model: ServedModel, ids: TokenIds, logprobs: int | None, least: int
+    ) -> tuple[AnswerOptions, ThinkingLimit | None]:
+        """Return the options of the answers to a prompt, and the limit of their reasoning.
+
+        `fields`: of this prompt; `least`: tokens that an answer needs.
+        """
+        constraint, limit = read_constraint(fields), None
+        if REASONING_FIELDS.values(fields) != REASONING_FIELDS.nulls:
+            constraint, limit = limit_reasoning(fields, constraint, model.answers, ids)
+        grammar = await self._texts.grammar(constraint, model)
+        rules = await token_rules(fields, model, self._texts)
+        return AnswerOptions("max_tokens", logprobs, grammar, rules, min_answer_tokens=least), limit
 
     @property
     def active(self) -> int:
