@@ -29,6 +29,11 @@ class Card:
     more: str = ""  # a section of its own, before the training
 
 
+def parameters(module: torch.nn.Module) -> int:
+    """Count the parameters of a model."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def machine(device: torch.device) -> str:
     """Describe the machine."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()

@@ -51,9 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     begun = time.monotonic()
     args = arguments(argv)
     from deploy.tiny_models import checkpoint, model_card, tokenizer
-    from deploy.tiny_models.feeder import feed
     from deploy.tiny_models.greedy_eval import evaluate
-    from deploy.tiny_models.trainer import Replay, train
+    from deploy.tiny_models.trainer import replayed, train
     from deploy.tiny_models.training_loop import Settings
 
     training = training_of(args)
@@ -62,16 +61,15 @@ def main(argv: list[str] | None = None) -> None:
     vocabulary = tokenizer.build()
     config = checkpoint.config_dict(checkpoint.SMOKE_SHAPE if args.smoke else checkpoint.Shape(), vocabulary)
     model = checkpoint.new_model(config, args.seed)
-    params = sum(p.numel() for p in model.parameters())
+    params = model_card.parameters(model)
     print(
         f"{params / 1e6:.2f} M parameters on {device}, {workers} workers, {batch_tokens} tokens a step",
         flush=True,
     )
 
-    with feed(vocabulary, args.seed, batch_tokens, workers) as fresh:
+    with replayed(vocabulary, args.seed, batch_tokens, workers) as batches:
         left = args.minutes * 60 * (1 - EVAL_SHARE) - (time.monotonic() - begun)
         settings = Settings(seconds=max(1.0, left), lr=args.lr, device=device, compile=args.compile)
-        batches = Replay(fresh, args.seed)
         outcome = train(model, batches, settings)
     print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
 

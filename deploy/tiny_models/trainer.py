@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from deploy.tiny_models.corpus import Windows
+from deploy.tiny_models.corpus import DocumentSource, Source, Windows
+from deploy.tiny_models.feeder import feed
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.training_loop import (
     Outcome,
@@ -65,6 +68,19 @@ class _Forward:
                 print(f"torch.compile failed, going on without: {type(error).__name__}: {error}", flush=True)
                 self._logits = self._plain
             self._model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def replayed(
+    tokenizer: Tokenizer,
+    seed: int,
+    batch_tokens: int,
+    workers: int,
+    source: type[Source] = DocumentSource,
+) -> Iterator[Replay]:
+    """Yield endless batches: those of `feed`, and earlier ones while it has none ready."""
+    with feed(tokenizer, seed, batch_tokens, workers, source) as fresh:
+        yield Replay(fresh, seed)
 
 
 class Replay:

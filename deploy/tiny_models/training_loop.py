@@ -47,6 +47,10 @@ class Training:
     batch_tokens: int  # per step
     workers: int  # processes that make batches
 
+    def settings(self, seconds: float) -> Settings:
+        """Return the parameters of a part that is trained for `seconds`, but at least for one."""
+        return Settings(seconds=max(1.0, seconds), lr=self.lr, device=self.device)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -30,8 +30,7 @@ from deploy.tiny_models.drafts.shapes import (
     Kind,
     draft_config,
 )
-from deploy.tiny_models.feeder import feed
-from deploy.tiny_models.trainer import Replay
+from deploy.tiny_models.trainer import replayed
 from deploy.tiny_models.training_loop import Settings
 
 OUT = TARGET.parent
@@ -79,8 +78,7 @@ def train_one(kind: Kind, args: argparse.Namespace, command: str) -> None:
     seed = args.seed + KINDS.index(kind)
     batch_tokens = args.batch_tokens or (16_384 if cuda else 2_048)
     workers = args.workers or (3 if cuda else 1)
-    with feed(tokenizer, seed, batch_tokens, workers) as fresh:
-        batches = Replay(fresh, seed)
+    with replayed(tokenizer, seed, batch_tokens, workers) as batches:
         if isinstance(head, Eagle3Head):
             looked_at = DocumentSource(tokenizer, seed).batches(8_192)
             chosen = frequent_tokens(looked_at, config["draft_vocab_size"])
@@ -94,7 +92,7 @@ def train_one(kind: Kind, args: argparse.Namespace, command: str) -> None:
 
     directory = args.out / DIRECTORIES[kind]
     files.save(directory, head, config)
-    parameters = sum(p.numel() for p in head.parameters())
+    parameters = model_card.parameters(head)
     card = draft_card.Card(
         kind, parameters, unrolled_steps(kind), outcome, model_card.machine(device), command
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from deploy.tiny_models.drafts.draft_trainer import train as train_draft
 from deploy.tiny_models.drafts.features import Shared
 from deploy.tiny_models.drafts.heads import Eagle3Head, Head
 from deploy.tiny_models.drafts.measure import Acceptance, measure
-from deploy.tiny_models.feeder import feed
 from deploy.tiny_models.greedy_eval import Score, Suite, evaluate
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture import checkpoint
@@ -31,8 +30,8 @@ from deploy.tiny_models.mixture.shapes import (
     eagle3_config,
     new_model,
 )
-from deploy.tiny_models.trainer import Replay, train
-from deploy.tiny_models.training_loop import Outcome, Settings, Training
+from deploy.tiny_models.trainer import Replay, replayed, train
+from deploy.tiny_models.training_loop import Outcome, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,9 @@ class Run:
         """Train the language model and round it as its checkpoint stores it."""
         config = self.family.config(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
         model = new_model(self.family, config, self.training.seed)
-        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
+        print(f"{model_card.parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
         with self._batches(self.training.seed, self.training.batch_tokens) as batches:
-            outcome = train(model, batches, self._settings(seconds))
+            outcome = train(model, batches, self.training.settings(seconds))
         print(f"trained: {outcome}", flush=True)
         model.requires_grad_(False)
         checkpoint.round_as_stored(self.family, model)
@@ -96,7 +95,7 @@ class Run:
         _, head = files.load_head(directory)
         card = draft_card.Card(
             "eagle3",
-            _parameters(head),
+            model_card.parameters(head),
             max(steps),
             outcome,
             model_card.machine(self.training.device),
@@ -121,7 +120,7 @@ class Run:
         more = ""
         if module is not None:
             measured = self._acceptance(module.to(self.training.device), model, steps)
-            more = _accept_lengths(_parameters(module), measured)
+            more = _accept_lengths(model_card.parameters(module), measured)
         scores: list[Score] = []
         for suite in (
             Suite("chat", "chat", 0, self.count),
@@ -133,7 +132,7 @@ class Run:
 
     def _card(self, target: Target, more: str) -> model_card.Card:
         return model_card.Card(
-            _parameters(target.model),
+            model_card.parameters(target.model),
             target.outcome,
             model_card.machine(self.training.device),
             self.command,
@@ -145,17 +144,12 @@ class Run:
     def _train_draft(self, head: Head, target: Target, seconds: float, steps: int, seed: int) -> Outcome:
         with self._batches(seed, self.training.batch_tokens // 2) as batches:
             read = readings(batches, self.training.device)
-            outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
+            outcome = train_draft(head, target.model, read, self.training.settings(seconds), steps)
         print(f"trained: {outcome}", flush=True)
         return outcome
 
-    def _settings(self, seconds: float) -> Settings:
-        return Settings(seconds=max(1.0, seconds), lr=self.training.lr, device=self.training.device)
-
-    @contextmanager
-    def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
-        with feed(self.vocabulary, seed, tokens, self.training.workers) as fresh:
-            yield Replay(fresh, seed)
+    def _batches(self, seed: int, tokens: int) -> AbstractContextManager[Replay]:
+        return replayed(self.vocabulary, seed, tokens, self.training.workers)
 
     def _acceptance(self, head: Head, model: LanguageModel, steps: Sequence[int]) -> list[Acceptance]:
         rows = []
@@ -163,10 +157,6 @@ class Run:
             print(f"{row.suite}, {row.steps} steps: {row.length:.3f} of at most {row.most:.3f}", flush=True)
             rows.append(row)
         return rows
-
-
-def _parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _accept_lengths(parameters: int, measured: Sequence[Acceptance]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,6 @@ from deploy.tiny_models.drafts.features import Shared
 from deploy.tiny_models.drafts.heads import Eagle3Head
 from deploy.tiny_models.drafts.measure import Answered, acceptance
 from deploy.tiny_models.drafts.shapes import CHAINED_STEPS, Kind
-from deploy.tiny_models.feeder import feed
 from deploy.tiny_models.tool_calls import checkpoint, tool_card
 from deploy.tiny_models.tool_calls.checkpoint import (
     SMOKE_SHAPE,
@@ -34,8 +33,8 @@ from deploy.tiny_models.tool_calls.checkpoint import (
 from deploy.tiny_models.tool_calls.conversations import Conversations, exam
 from deploy.tiny_models.tool_calls.documents import ConversationSource
 from deploy.tiny_models.tool_calls.exam import ToolScore, evaluate
-from deploy.tiny_models.trainer import Replay, train
-from deploy.tiny_models.training_loop import Outcome, Settings, Training
+from deploy.tiny_models.trainer import Replay, replayed, train
+from deploy.tiny_models.training_loop import Outcome, Training
 
 NAME = "tiny-tools"
 EXAM_SEED = 2_024
@@ -71,9 +70,9 @@ class Run:
         """Train the model and write it, before it is scored: a time limit must not lose the weights."""
         config = config_dict(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
         model = new_model(config, self.training.seed)
-        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
+        print(f"{model_card.parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
         with self._batches(self.training.seed, self.training.batch_tokens) as batches:
-            outcome = train(model, batches, self._settings(seconds))
+            outcome = train(model, batches, self.training.settings(seconds))
             print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
         checkpoint.save(self.directory, model, config, self.vocabulary)
         target = Target(config, checkpoint.load(self.directory), outcome)
@@ -150,34 +149,25 @@ class Run:
             )
         with self._batches(seed, self.training.batch_tokens // 4) as batches:
             read = readings(batches, self.training.device)
-            outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
+            outcome = train_draft(head, target.model, read, self.training.settings(seconds), steps)
         print(f"trained {kind}: {outcome}", flush=True)
         directory = self.out / f"{NAME}-{kind}"
         files.save(directory, head, config, self.directory)
         machine = model_card.machine(self.training.device)
         measured_by = "deploy/tiny_models/tool_calls/run.py"
         card = draft_card.Card(
-            kind, _parameters(head), steps, outcome, machine, self.command, NAME, measured_by
+            kind, model_card.parameters(head), steps, outcome, machine, self.command, NAME, measured_by
         )
         draft_card.write(directory, card)
 
     def _card(self, target: Target) -> tool_card.ToolCard:
         machine = model_card.machine(self.training.device)
-        return tool_card.ToolCard(_parameters(target.model), target.outcome, machine, self.command)
+        return tool_card.ToolCard(model_card.parameters(target.model), target.outcome, machine, self.command)
 
-    def _settings(self, seconds: float) -> Settings:
-        return Settings(seconds=max(1.0, seconds), lr=self.training.lr, device=self.training.device)
-
-    @contextmanager
-    def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
-        with feed(self.vocabulary, seed, tokens, self.training.workers, ConversationSource) as fresh:
-            yield Replay(fresh, seed)
+    def _batches(self, seed: int, tokens: int) -> AbstractContextManager[Replay]:
+        return replayed(self.vocabulary, seed, tokens, self.training.workers, ConversationSource)
 
 
 def turns_of(scores: Sequence[ToolScore], most: int) -> list[Answered]:
     """Return turns of all suites, at most `most`, to measure drafts."""
     return list(islice((each for score in scores for each in score.answered), most))
-
-
-def _parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -111,8 +111,9 @@ def main() -> None:
     model.requires_grad_(False)
     target = args.out / TARGET
     checkpoint.save(target, model, config, vocabulary)
-    parameters = sum(p.numel() for p in model.parameters())
-    card = cards.Card(parameters, outcome, len(examples.ids), model_card.machine(device), command)
+    card = cards.Card(
+        model_card.parameters(model), outcome, len(examples.ids), model_card.machine(device), command
+    )
     cards.write(target, card, None)  # before the evaluation: a time limit must not lose the weights
     replies = list(measure.answers(model, vocabulary, measure.held_out(args.eval_count)))
     score = measure.score(replies)
@@ -145,12 +146,11 @@ def _save_draft(
     command: str,
 ) -> None:
     files.save(directory, head, config)
-    parameters = sum(p.numel() for p in head.parameters())
     draft_card.write(
         directory,
         draft_card.Card(
             "eagle3",
-            parameters,
+            model_card.parameters(head),
             CHAINED_STEPS,
             outcome,
             machine,
