@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration
 
 from deploy.tiny_models import tokenizer as family
 from deploy.tiny_models.drafts.heads import Head
 from deploy.tiny_models.drafts.measure import Acceptance, Answered
 from deploy.tiny_models.drafts.measure import acceptance as acceptance_of
+from deploy.tiny_models.generation import greedy
 from deploy.tiny_models.vision.batches import merged_embeddings, normalized
 from deploy.tiny_models.vision.checkpoint import language_model
 from deploy.tiny_models.vision.examples import prompt
@@ -60,28 +61,14 @@ def answers(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer, asked: Sequence[Question]
 ) -> Iterator[Reply]:
     """Yield greedy answers, batched with left padding."""
-    pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "eos_token_id": [end],
-        "pad_token_id": pad,
-    }
-    untyped: Any = model  # the stubs of transformers refuse `generate` on this class
+    pad, end = family.id_of(tokenizer, family.PAD), family.id_of(tokenizer, family.END)
     for start in range(0, len(asked), ROWS):
         some = asked[start : start + ROWS]
         ids = [tokenizer.encode(prompt(each), add_special_tokens=False).ids for each in some]
-        width = max(map(len, ids))
-        padded = torch.tensor([[pad] * (width - len(p)) + p for p in ids], device=model.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in ids], device=model.device)
         pictures = [pixels_of(each, model.device) for each in some if each.images]
-        out = untyped.generate(
-            input_ids=padded,
-            attention_mask=mask,
-            pixel_values=torch.cat(pictures) if pictures else None,
-            generation_config=GenerationConfig.from_dict(settings),
-        )
-        for question, own, row in zip(some, ids, out[:, width:].tolist(), strict=True):
+        images = {"pixel_values": torch.cat(pictures)} if pictures else {}
+        new = greedy(model, ids, pad, end, MAX_NEW_TOKENS, **images)
+        for question, own, row in zip(some, ids, new, strict=True):
             said = row[: row.index(end) + 1] if end in row else row
             yield Reply(question, own, said, tokenizer.decode(said))
 
