@@ -200,7 +200,7 @@ async def evaluate(settings: EvalSettings, progress: Progress) -> Report:
         ci_high=high,
         count=settings.count,
         right=room.right,
-        errors=room.errors + room.unasked,
+        errors=room.errors + room.unfinished,
         first_error=room.first_error,
         seed=settings.seed,
         shots=settings.shots,
@@ -224,7 +224,7 @@ class _Room:
         self.right = 0
         self.errors = 0
         self.first_error: str | None = None
-        self._unfinished = count
+        self.unfinished = count
         self._in_a_row = 0
         self._progress = progress
         self._task = progress.add_task("asking", total=count)
@@ -232,10 +232,6 @@ class _Room:
     @property
     def given_up(self) -> bool:
         return self._in_a_row >= GIVE_UP_AFTER
-
-    @property
-    def unasked(self) -> int:
-        return self._unfinished
 
     def answered(self, right: bool) -> None:
         self.right += right
@@ -249,7 +245,7 @@ class _Room:
         self._finish()
 
     def _finish(self) -> None:
-        self._unfinished -= 1
+        self.unfinished -= 1
         self._progress.update(self._task, advance=1, description=f"{self.right} right")
 
 

@@ -32,15 +32,12 @@ def show_status(
         name: process_state(name, record, nodes, info, routers) for name, record in table.processes.items()
     }
     for name, record in table.processes.items():
-        load = nodes.get(name, {}).get("load", {})
         view.add_row(
             escape(name),
             str(record.pid),
             escape(states[name]),
             str(record.restarts),
-            str(load.get("running", "")),
-            str(load.get("queued", "")),
-            pages_text(load),
+            *_load_cells(nodes.get(name, {}).get("load", {})),
         )
         for rank, text in rank_rows(nodes.get(name, {})):
             view.add_row(escape(rank), "", escape(text))
@@ -70,15 +67,12 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
     view = RichTable("process", "host", "pid", "state", "running", "queued", "pages free / all")
     view.add_row("router", "", "", "up", "", "", "")
     for node in nodes:
-        load = node.get("load", {})
         view.add_row(
             escape(str(node["name"])),
             escape(str(node.get("host", ""))),
             str(node.get("pid", "")),
             escape(str(node.get("state", "up"))),
-            str(load.get("running", "")),
-            str(load.get("queued", "")),
-            pages_text(load),
+            *_load_cells(node.get("load", {})),
         )
         for rank, text in rank_rows(node):
             view.add_row(escape(rank), "", "", escape(text))
@@ -86,6 +80,11 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
     if not ready:
         return NOT_READY
     return DEGRADED if degraded else UP
+
+
+def _load_cells(load: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the running and the queued requests of a node, and its pages; empty where it reports none."""
+    return str(load.get("running", "")), str(load.get("queued", "")), pages_text(load)
 
 
 def rank_rows(node: dict[str, Any]) -> list[tuple[str, str]]:

@@ -85,11 +85,6 @@ def over_admin_socket(socket: Path, check: Callable[[], None], path: str) -> byt
         raise ConnectionError(f"nothing listens at {socket}; does it run on this host?") from None
 
 
-def no_table() -> Table | None:
-    """Return no process table: the supervisor runs elsewhere."""
-    return None
-
-
 def source(
     target: str, api_key: str | None, values: Sequence[str]
 ) -> tuple[Fetch, Callable[[], Table | None]]:
@@ -102,7 +97,8 @@ def source(
     if "://" in target:
         if values:
             raise ConfigError(target, "is a URL; --set and --port apply to a cluster file or a model")
-        return partial(over_http, target, api_key), no_table
+        # The supervisor runs elsewhere.
+        return partial(over_http, target, api_key), lambda: None
     try:
         file = cluster_file_of(target)
     except ConfigError as error:

@@ -260,7 +260,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def test_without_a_terminal_it_prints_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = answers({"nodes": [node("decode-0")], "ready": True})
-    monkeypatch.setattr(top_cli, "source", lambda target, key, values: (fetch, top_cli.no_table))
+    monkeypatch.setattr(top_cli, "source", lambda target, key, values: (fetch, lambda: None))
     monkeypatch.setattr(top_cli, "REFRESH_SECONDS", 0.0)
     code, text = command("http://example.test")
     assert code == 0
