@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from common.errors import InternalError
-from common.kv_cache.host_plan import Comparison, Damage, HostCopies, HostMemory
+from common.kv_cache.host_plan import Comparison, Damage, RankStore
 from decode_node.step_plan import Moves
 
 FETCH_SECONDS = 60.0  # after which a copy from host memory that has not ended counts as a fault of the device
@@ -47,18 +47,15 @@ class _RunningFetch(NamedTuple):
 class HostFetches:
     """Implements `AppliedFetches` for one rank."""
 
-    def __init__(
-        self, copies: HostCopies, memory: HostMemory, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._copies = copies
+    def __init__(self, memory: RankStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
         self._clock = clock
         self._running: dict[int, _RunningFetch] = {}
 
     def apply(self, moves: Moves) -> None:
-        self._copies.store(moves.stores)
+        self._memory.store(moves.stores)
         for each in moves.fetches:
-            self._running[each.key] = _RunningFetch(self._copies.load([each.copy]), self._clock())
+            self._running[each.key] = _RunningFetch(self._memory.load([each.copy]), self._clock())
 
     def unfinished(self) -> Collection[int]:
         return self._memory.unfinished()
@@ -78,10 +75,3 @@ class HostFetches:
                     "not make progress; restart this decode node"
                 )
         return found
-
-
-class NothingStored:
-    """The `HostMemory` of a node that has none."""
-
-    def unfinished(self) -> Collection[int]:
-        return ()

@@ -12,7 +12,7 @@ from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCach
 from common.node.host_share import Exchange, HostShare, share_of_host
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
-from decode_node.host_fetches import HostEnds, HostFetches, NothingStored
+from decode_node.host_fetches import HostEnds, HostFetches
 from decode_node.host_tier import DecodePrefixes, DecodeTier, NoDecodeTier
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 
@@ -54,9 +54,7 @@ def host_share(
 
 def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFetches:
     """Return what a worker applies the copies of its plans with."""
-    if memory is None:
-        return HostFetches(NoHostCopies(), NothingStored(), clock)
-    return HostFetches(memory.store, memory.store, clock)
+    return HostFetches(NoHostCopies() if memory is None else memory.store, clock)
 
 
 def host_tier(

@@ -26,7 +26,7 @@ from common.garbage import FullCollections
 from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import all_names, link_security
-from common.kv_cache.host_plan import HostCopies, NoHostCopies
+from common.kv_cache.host_plan import HostCopies, NoHostCopies, RankStore
 from common.kv_cache.layer_kinds import state_grid
 from common.kv_events.publisher import kv_events_of
 from common.kv_events.wire import CPU
@@ -74,7 +74,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
-from prefill_node.ranked_host import OtherVerdicts, RankStore, StoredByAll
+from prefill_node.ranked_host import OtherVerdicts, StoredByAll
 from prefill_node.ranked_worker import RankedWorker
 from prefill_node.sending_end import SendingEnd, Sockets
 from prefill_node.step_result import Worker

@@ -51,9 +51,8 @@ class Forwards:
     runner: ModelRunner
     attention: PromptAttention
     signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
-    arriving: (
-        ArrivingLayers  # what the next forward waits for, if cached prefixes are copied from host memory
-    )
+    # what the next forward waits for, if cached prefixes are copied from host memory
+    arriving: ArrivingLayers
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
     vision: VisionStage

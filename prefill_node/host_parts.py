@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_layout import HostLayout
-from common.kv_cache.host_plan import HostCopies, HostMemory, NoHostCopies
+from common.kv_cache.host_plan import HostCopies, HostMemory, NoHostCopies, RankStore
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
 from common.node.host_share import Exchange, HostShare, ItemBytes, share_of_host
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.forwards import Forwards
 from prefill_node.host_tier import HostPrefixes, HostTier, NoHostTier
-from prefill_node.ranked_host import RankStore
 
 KEY = "prefill.host_mib"
 

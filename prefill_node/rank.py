@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.config.resolve_node import node_plan
 from common.engine.collectives.group import CollectiveGroup
-from common.kv_cache.host_plan import HostCopies
+from common.kv_cache.host_plan import HostCopies, NoHostCopies, RankStore
 from common.kv_cache.layer_kinds import state_grid
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
@@ -30,7 +30,7 @@ from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.page_sending import ByChunk, PageSending, RankPageSending, page_sending
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.rank_work import PromptRankWork
-from prefill_node.ranked_host import NoStore, RankHost, RankStore
+from prefill_node.ranked_host import RankHost
 from prefill_node.sending_end import SendingEnd, Sockets
 from prefill_node.vision_stage import given_stage
 from prefill_node.worker import DeviceWorker
@@ -105,7 +105,7 @@ def build(member: Member, log: Log) -> BuiltRank:
 def _host_store(nbytes: int, served: ServingModel, forwards: Forwards, member: Member) -> RankStore:
     """Allocate this rank's share of the host memory for cached prefixes, if there is any."""
     if not nbytes:
-        return NoStore()
+        return NoHostCopies()
     grid = state_grid(served.config, served.page_size)
     return host_share(nbytes, grid, forwards, member.exchange).store
 

@@ -10,18 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from common.errors import RankFailed
-from common.kv_cache.host_plan import (
-    Comparison,
-    Damage,
-    HostCopies,
-    HostCopy,
-    HostMemory,
-    NoHostCopies,
-    Store,
-)
+from common.kv_cache.host_plan import Comparison, Damage, HostCopy, HostMemory, RankStore, Store
 from common.node.overlap import Completion
 from common.node.ranks.board import Board, BoardField
 from common.node.ranks.ended_copies import OrderedCopies, ShownComparisons, found_damaged
@@ -30,17 +21,6 @@ from prefill_node.step_result import Launched, PromptResult
 
 POLL_SECONDS = 0.0005
 COMPARE_SECONDS = 60.0  # for another rank to compare what it has loaded, after the forward
-
-
-class RankStore(HostMemory, HostCopies, Protocol):
-    """The host memory of one rank; `HostStore` is one."""
-
-
-class NoStore(NoHostCopies):
-    """A rank without host memory."""
-
-    def unfinished(self) -> Collection[int]:
-        return ()
 
 
 class StoredByAll:
@@ -98,7 +78,7 @@ class RankHost:
 
     def add(self, plan: PromptPlan, launched: Launched) -> None:
         self._stores.add(each.key for each in plan.stores)
-        if loads_of(plan):
+        if plan.loads:
             self._loads.append((plan.generation, launched))
 
     def turn(self, completed: int) -> bool:
@@ -115,11 +95,6 @@ class RankHost:
         if self._stores:
             self._stores.end_until(self._own.unfinished())
             self._show(BoardField.SAVED, self._stores.ended)
-
-
-def loads_of(plan: PromptPlan) -> Sequence[HostCopy]:
-    """Return what a plan copies from host memory."""
-    return [chunk.load for chunk in plan.chunks if chunk.load is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import msgspec
 
 from common.node.ranks.checked_launch import CheckedLaunch
 from kv_transfer.send_order import SendOrder
-from prefill_node.ranked_host import ComparedByAll, OtherVerdicts, loads_of
+from prefill_node.ranked_host import ComparedByAll, OtherVerdicts
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, Worker
 
@@ -42,7 +42,7 @@ class RankedWorker:
     def apply(self, plan: PromptPlan) -> Launched:
         self._send_plan(self._encoder.encode(plan))
         launched = self._first.apply(plan)
-        if loads := loads_of(plan):
+        if loads := plan.loads:
             launched = ComparedByAll(launched, loads, self._verdicts, self._loaded)
             self._loaded += 1
         return CheckedLaunch(launched, self._check)

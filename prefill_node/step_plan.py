@@ -79,3 +79,8 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     # Prompts that end before their last chunk. After a last chunk the worker drops the prompt's data without being
     # asked.
     forget: tuple[int, ...] = ()
+
+    @property
+    def loads(self) -> list[HostCopy]:
+        """What its forward needs from host memory."""
+        return [chunk.load for chunk in self.chunks if chunk.load is not None]

@@ -54,9 +54,8 @@ class DeviceWorker:
         if not plan.chunks:
             return LaunchedWithoutForward(self._completion())
         self._restore(plan)
-        loads = [chunk.load for chunk in plan.chunks if chunk.load is not None]
         with self._sending.during(plan):
-            return self._step.launch(plan, functools.partial(self._host.load, loads))
+            return self._step.launch(plan, functools.partial(self._host.load, plan.loads))
 
     def _restore(self, plan: PromptPlan) -> None:
         """Copy the states of cached prefixes to the slots of the prompts that continue them."""

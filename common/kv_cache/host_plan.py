@@ -94,8 +94,15 @@ class HostCopies(Protocol):
         ...
 
 
+class RankStore(HostMemory, HostCopies, Protocol):
+    """The host memory of one rank; `HostStore` is one."""
+
+
 class NoHostCopies:
-    """A node without host memory: no plan copies anything."""
+    """The `RankStore` of a node without host memory: no plan copies anything."""
+
+    def unfinished(self) -> Collection[int]:
+        return ()
 
     def store(self, stores: Sequence[Store], /) -> None:
         pass

@@ -73,7 +73,7 @@ Expect = Callable[[Mapping[int, Stage], Stage, Stage], None]
 
 
 class HostStore:
-    """Implements `HostMemory` and `HostCopies`. Planes are laid out as in the device's pool (host_layout.py)."""
+    """Implements `RankStore`. Planes are laid out as in the device's pool (host_layout.py)."""
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.errors import RankFailed
+from common.kv_cache.host_plan import NoHostCopies, RankStore
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
 from common.node.completion import Immediate
@@ -57,7 +58,7 @@ from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
 from prefill_node.forwards import Forwards
 from prefill_node.host_parts import HostParts, host_prefixes
 from prefill_node.rank_work import PromptRankWork
-from prefill_node.ranked_host import NoStore, OtherVerdicts, RankHost, RankStore, StoredByAll
+from prefill_node.ranked_host import OtherVerdicts, RankHost, StoredByAll
 from prefill_node.step_plan import PromptPlan
 from prefill_node.worker import DeviceWorker as PromptWorker
 from tests.fakes.node_cluster import HostShape, NodeCluster, NoDraftModel, Shape
@@ -338,7 +339,7 @@ class RankedCluster(NodeCluster):
 
     def _rank_store(self, forwards: Forwards) -> RankStore:
         if self.shape.host is None:
-            return NoStore()
+            return NoHostCopies()
         self.rank_stores.append(self._store(self.shape.host, forwards).store)
         return self.rank_stores[-1]
 

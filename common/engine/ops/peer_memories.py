@@ -39,9 +39,8 @@ def peer_bytes(ranks: int) -> int:
 class RankMemories(NamedTuple):
     """The memory of all ranks, as kernels of one rank see it; zeros at first, `peer_bytes` each."""
 
-    addresses: (
-        Tensor  # [ranks] int64 on the device: where this rank has mapped the memory of each, its own included
-    )
+    # [ranks] int64 on the device: where this rank has mapped the memory of each, its own included
+    addresses: Tensor
     # [2] int32 that the host can read and write: 1 + the rank for which a program has given up, 1 + a rank for which
     # nothing may wait any longer
     host: Tensor

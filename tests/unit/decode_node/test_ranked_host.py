@@ -63,7 +63,7 @@ class RankedHost:
 
     def __init__(self, board: Board) -> None:
         self.memories = [LateMemory() for _ in range(3)]
-        first, *others = [HostFetches(each, each) for each in self.memories]
+        first, *others = [HostFetches(each) for each in self.memories]
         self.first = FetchedByAll(first, board, 3)
         self.others = [
             RankFetches(own, lambda told, value, rank=rank: board.write(rank, told, value))  # type: ignore[misc]
