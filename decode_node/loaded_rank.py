@@ -16,7 +16,8 @@ from common.engine.layers.ranks import expert_division
 from common.engine.state.relay_state import RelayState
 from common.node import graph_start
 from common.node.ranks.peers import RankPeers
-from common.node.serving_model import ServingModel, load_serving_model, serving_device
+from common.node.serving_device import serving_device
+from common.node.serving_model import ServingModel, load_serving_model
 from common.node_plan import NodePlan
 from common.observability.logs import Log
 from decode_node.assemble import Computation

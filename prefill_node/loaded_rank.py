@@ -19,7 +19,8 @@ from common.kv_cache.layer_kinds import prompt_grid
 from common.node import graph_start
 from common.node.completion import completion_for
 from common.node.ranks.peers import RankPeers
-from common.node.serving_model import ServingModel, load_serving_model, serving_device
+from common.node.serving_device import serving_device
+from common.node.serving_model import ServingModel, load_serving_model
 from common.node_plan import NodePlan
 from common.observability.logs import Log
 from kv_transfer.transport.cuda.cudart import CudaRuntime

@@ -274,34 +274,35 @@ class RouterLink(Generic[M]):
 
     def _beat(self, dealer: Dealer) -> None:
         """Send heartbeats on a socket that belongs to this thread from now on."""
-        incarnation = self._register.node.incarnation
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1
-                content = self._content
-                dealer.datagram(
-                    encode(
-                        Heartbeat(
-                            incarnation=incarnation,
-                            sequence=self._sequence,
-                            state=content.state,
-                            loop_age_ms=int((self._clock() - content.turned_at) * 1000),
-                            announced_ms=int((content.busy_until - content.turned_at) * 1000),
-                            as_of=content.as_of,
-                            load=content.load,
-                            counters=content.counters,
-                            others=content.others.get(self, NO_OTHERS),
-                        )
-                    )
-                )
+                dealer.datagram(encode(self._heartbeat(self._content)))
                 for frame in dealer.drain():
-                    try:
-                        message = self._codec.decode(frame)
-                    except ProtocolError:
-                        continue  # not counted here: the main socket counts, this one only receives echoes
-                    if isinstance(message, HeartbeatAck):
-                        self._echo = (message.router_incarnation, self._clock())
-                        if not message.known and message.sequence > self._registered_at:
-                            self._given_up = True
+                    self._take_echo(frame)
         finally:
             dealer.close()
+
+    def _heartbeat(self, content: HeartbeatContent) -> Heartbeat:
+        return Heartbeat(
+            incarnation=self._register.node.incarnation,
+            sequence=self._sequence,
+            state=content.state,
+            loop_age_ms=int((self._clock() - content.turned_at) * 1000),
+            announced_ms=int((content.busy_until - content.turned_at) * 1000),
+            as_of=content.as_of,
+            load=content.load,
+            counters=content.counters,
+            others=content.others.get(self, NO_OTHERS),
+        )
+
+    def _take_echo(self, frame: bytes) -> None:
+        """Note an echo. Other frames are ignored and not counted: the main socket counts, this one only gets echoes."""
+        try:
+            message = self._codec.decode(frame)
+        except ProtocolError:
+            return
+        if isinstance(message, HeartbeatAck):
+            self._echo = (message.router_incarnation, self._clock())
+            if not message.known and message.sequence > self._registered_at:
+                self._given_up = True

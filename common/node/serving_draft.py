@@ -46,7 +46,6 @@ def load_serving_draft(
     steps: int,
     topk: int,
     target: CausalLM,
-    placement: Placement,
     max_tokens: int | None = None,
 ) -> ServingDraft:
     """Load the draft, share the target's embedding and head with it, and compare real widths with its config.
@@ -58,6 +57,7 @@ def load_serving_draft(
     directory = algorithm(config.algorithm).directory
     assert directory is not None
     _check_takes_embeds(path, config, directory, target)
+    placement = target.placement
     loaded: LoadedDraft = named(directory.model)(
         DraftParts(path, config, target, placement, topk, max_tokens)
     )

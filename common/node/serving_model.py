@@ -40,6 +40,7 @@ from common.node.memory import (
     check_memory,
     plan_pool,
 )
+from common.node.serving_device import serving_device
 from common.node.serving_draft import ServingDraft, load_serving_draft
 from common.node.torch_threads import limit_threads
 from common.node_plan import NodePlan, PoolBudget
@@ -47,8 +48,6 @@ from common.observability.logs import Log
 from common.observability.startup import Progressing
 from common.speculation.directory import compare_with_target, load_draft_config
 
-# Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
-OLDEST_GPU = (8, 0)
 NO_CACHE = "off: the model keeps a state per request, which no cached prefix has"
 CACHED = "on: a prefix is reused up to the last token after which its state was saved"
 TRIAL_PAGES = 2  # the padding page, on which graphs are captured, and one more
@@ -226,7 +225,6 @@ def load_serving_model(
     window = _check_state(plan, device, ranks.shard, log)
     memory, others = check_memory_before_loading(plan, device, ranks.shard)
     limit_threads(device, plan.threads)
-    wanted = plan.model.max_model_len
     before = 0
     if loaded is None:
         model, config = _load_weights(plan, reporter, ranks, draft_config)
@@ -234,34 +232,13 @@ def load_serving_model(
     else:
         model, config = loaded.model, loaded.config
         before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    placement = model.placement
-    if wanted is not None and wanted > config.max_position_embeddings:
-        raise ConfigError(
-            "model.max_model_len",
-            f"{wanted} is more than the model's {config.max_position_embeddings} positions",
-        )
-    # All nodes of a cluster have the same value, whatever their pools hold.
-    max_tokens = wanted or config.max_position_embeddings
-    page_size, longest = plan.page_size, max_tokens
-    num_pages = TRIAL_PAGES
-    if budget.tokens is not None:
-        if device.type == "cpu":
-            num_pages = budget.tokens // page_size + 1
-        longest = min(longest, budget.tokens // page_size * page_size)
-        if not longest:
-            raise ConfigError(budget.key, f"{budget.tokens} tokens are fewer than one page of {page_size}")
-    draft = None if loaded is None else loaded.draft
-    speculation = plan.speculation
-    if loaded is None and draft_config is not None and speculation.draft_path is not None:
-        draft_path = Path(speculation.draft_path)
-        draft = load_serving_draft(
-            draft_path, draft_config, speculation.steps, speculation.topk, model, placement, max_tokens
-        )
-        log.info("draft loaded", path=str(draft_path), **draft.describe())
+    max_tokens = _max_tokens(plan, config)
+    num_pages, longest = _first_pool(plan, device, max_tokens)
+    draft = _load_draft(plan, draft_config, model, max_tokens, log) if loaded is None else loaded.draft
     served = ServingModel(
         model,
         config,
-        placement,
+        model.placement,
         plan.model.weights_id,
         spec,
         num_pages,
@@ -292,6 +269,37 @@ def _load_weights(
         ranks,
         plan.model.quantization,
     )
+
+
+def _max_tokens(plan: NodePlan, config: ModelConfig) -> int:
+    """Return the maximum tokens of a request: the same on all nodes of a cluster, whatever their pools hold."""
+    wanted, positions = plan.model.max_model_len, config.max_position_embeddings
+    if wanted is not None and wanted > positions:
+        raise ConfigError("model.max_model_len", f"{wanted} is more than the model's {positions} positions")
+    return wanted or positions
+
+
+def _first_pool(plan: NodePlan, device: torch.device, max_tokens: int) -> tuple[int, int]:
+    """Return the pages of the pool that is made first, and the maximum tokens of a request on this node."""
+    tokens, size = plan.pool.tokens, plan.page_size
+    if tokens is None:
+        return TRIAL_PAGES, max_tokens
+    longest = min(max_tokens, tokens // size * size)
+    if not longest:
+        raise ConfigError(plan.pool.key, f"{tokens} tokens are fewer than one page of {size}")
+    return tokens // size + 1 if device.type == "cpu" else TRIAL_PAGES, longest
+
+
+def _load_draft(
+    plan: NodePlan, config: DraftConfig | None, target: CausalLM, max_tokens: int, log: Log
+) -> ServingDraft | None:
+    speculation = plan.speculation
+    if config is None or speculation.draft_path is None:
+        return None
+    path = Path(speculation.draft_path)
+    draft = load_serving_draft(path, config, speculation.steps, speculation.topk, target, max_tokens)
+    log.info("draft loaded", path=str(path), **draft.describe())
+    return draft
 
 
 def lookahead_of(served: ServingModel) -> int:
@@ -355,36 +363,3 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
     draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
     compare_with_target(Path(speculation.draft_path), speculation.algorithm, Path(plan.model.path))
     return quantized_draft(with_steps(draft, speculation.steps), speculation.draft_quantization)
-
-
-def serving_device(name: str) -> torch.device:
-    """Return the device of that name, made current. Raises ConfigError if it does not exist."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError("device", f"{name!r} is not a device; write cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", f"{name!r} is not supported; write cpu, cuda or cuda:N")
-    if device.type == "cpu":
-        return device
-    if not torch.cuda.is_available():
-        raise ConfigError("device", f"{name!r}: torch finds no CUDA device on this machine; use cpu")
-    index, count = device.index or 0, torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(
-            "device", f"{name!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}"
-        )
-    if torch.version.hip is not None:
-        raise ConfigError(
-            "device",
-            f"{name!r}: this PyTorch is built for ROCm {torch.version.hip}; graphs and kernels need an NVIDIA GPU "
-            "and a CUDA build of PyTorch, or write cpu",
-        )
-    major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < OLDEST_GPU:
-        raise ConfigError(
-            "device",
-            f"{name!r} has compute capability {major}.{minor}; the kernels need 8.0 (A100 and later), or write cpu",
-        )
-    torch.cuda.set_device(index)  # kernels are launched on the current device
-    return torch.device("cuda", index)

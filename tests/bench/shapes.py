@@ -93,7 +93,7 @@ def loaded(path: Path, draft: Path, steps: int, device: torch.device) -> Pair:
     config = ModelConfig.load(path)
     described = with_steps(load_draft_config(draft, algorithm_of(draft, path), config), steps)
     model, _ = load_model(path, "auto", device, aux_layers=described.aux_layers)
-    serving = load_serving_draft(draft, described, steps, 1, model, model.placement)
+    serving = load_serving_draft(draft, described, steps, 1, model)
     return Pair(model, serving, FIRST_ORDINARY)
 
 

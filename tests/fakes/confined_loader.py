@@ -66,13 +66,13 @@ def as_vision_node(path: Path, target: Path) -> None:
 def as_eagle3(path: Path, target: Path) -> None:
     model, config = load_model(target)
     draft = load_draft_config(path, "eagle3", config)
-    load_serving_draft(path, draft, 3, 1, model, CPU)
+    load_serving_draft(path, draft, 3, 1, model)
 
 
 def as_mtp(path: Path, target: Path) -> None:
     model, config = load_model(target)
     draft = load_draft_config(path, "mtp", config)
-    load_serving_draft(path, draft, 3, 1, model, CPU)
+    load_serving_draft(path, draft, 3, 1, model)
 
 
 READERS: dict[str, Callable[[Path, Path], None]] = {

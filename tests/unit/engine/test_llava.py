@@ -216,7 +216,7 @@ def test_a_draft_that_reads_only_ids_is_refused_at_start_up(tmp_path: Path) -> N
     with pytest.raises(
         ValueError, match="cannot take the embeddings of the images .* set speculation.algorithm to"
     ) as refused:
-        load_serving_draft(tmp_path, draft, 3, 1, target, CPU)
+        load_serving_draft(tmp_path, draft, 3, 1, target)
     assert isinstance(refused.value, ModelError), "start-up reports it like other errors of checkpoints"
 
 

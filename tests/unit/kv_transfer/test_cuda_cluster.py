@@ -37,6 +37,7 @@ from common.kv_cache.shard import WHOLE, Shard
 from common.node import device_memory, memory, serving_model
 from common.node.encoder_memory import encoder_bytes
 from common.node.memory import MemoryPlan, check_memory, check_share, plan_pool
+from common.node.serving_device import serving_device
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -149,7 +150,7 @@ def test_devices_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, device: st
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - 2 * index, 5 * index))
     with pytest.raises(ConfigError, match=says):
-        serving_model.serving_device(device)
+        serving_device(device)
 
 
 def test_rocm_is_not_taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +176,8 @@ def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8 + index, 0))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert serving_model.serving_device("cuda") == torch.device("cuda", 0)
-    assert serving_model.serving_device("cuda:1") == torch.device("cuda", 1)
+    assert serving_device("cuda") == torch.device("cuda", 0)
+    assert serving_device("cuda:1") == torch.device("cuda", 1)
     assert current == [0, 1]
 
 

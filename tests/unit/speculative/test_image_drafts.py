@@ -14,7 +14,7 @@ from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.draft import ModelPrefill, PrefillDraft
 from prefill_node.mtp import MtpPrefill
-from tests.unit.checkpoint.test_draft_config import MODELS, PLACEMENT, TARGET
+from tests.unit.checkpoint.test_draft_config import MODELS, TARGET
 
 
 @pytest.mark.parametrize("algorithm", ["mtp", "standalone"])
@@ -25,7 +25,7 @@ def test_a_draft_that_reads_token_ids_only_is_refused_for_a_model_of_images(algo
     config = with_steps(config, 2) if config.modules else config
     vision_model: Any = SimpleNamespace(config=SimpleNamespace(vision=object()))
     with pytest.raises(TakesNoEmbeddings, match=f"a {algorithm} draft reads only token ids") as found:
-        load_serving_draft(path, config, 2, 1, vision_model, PLACEMENT)
+        load_serving_draft(path, config, 2, 1, vision_model)
     assert isinstance(found.value, ValueError)
     assert "set speculation.algorithm to" in str(found.value)
 

@@ -25,7 +25,6 @@ from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import ONE_BEHIND, NodeCluster, NoDraftModel, Shape
 from tests.fakes.published_mtp import PUBLISHED, Saved, save
-from tests.fakes.tiny_model import PLACEMENT
 from tests.unit.engine import families
 
 LONG = [(7 * n + 3 * n * n) % families.VOCAB for n in range(150)]
@@ -45,7 +44,7 @@ class Modules(NoDraftModel):
         self._load = functools.partial(load_serving_draft, saved.draft, self.config, steps, 1)
 
     def serving(self) -> ServingDraft:
-        return self._load(self.target, PLACEMENT)
+        return self._load(self.target)
 
 
 class Compared(Watched):
