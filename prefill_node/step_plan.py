@@ -82,5 +82,5 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loads(self) -> list[HostCopy]:
-        """What its forward needs from host memory."""
+        """The copies from host memory that its forward needs."""
         return [chunk.load for chunk in self.chunks if chunk.load is not None]
