@@ -154,7 +154,7 @@ class Dealer(Channel):
             head = read_header(header, payload)
             if head.epoch != self._session.epoch:
                 return ()
-            if head.kind is not FrameKind.RESET:
+            if head.kind is not FrameKind.RESET and self._session.continues(head):
                 delivered = self._session.receive(head, payload, now)
                 if delivered is None:
                     return ()
@@ -162,7 +162,7 @@ class Dealer(Channel):
         except ProtocolError:
             self.damaged += 1
             return ()
-        # Until the session is established, the peer has not received OPEN, which is repeated.
+        # The peer has forgotten this session; or, until it is established, not received OPEN, which is repeated.
         if self._session.established:
             self.resets += 1
             self._session = self._new_session()
@@ -230,4 +230,4 @@ class Dealer(Channel):
         return self._send(frames)
 
     def _new_session(self) -> Session:
-        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self.clock())
+        return Session(secrets.randbits(64), 0, HIGH_WATER_MARK, QUEUED_BYTES, self.clock())

@@ -4,8 +4,11 @@ ZMQ by itself loses frames in flight when a connection breaks, and delivers byte
 session numbers its frames, keeps each until the peer has acknowledged it, and sends them again if the peer reports a
 gap.
 
-A frame is a header and a payload. The header contains its kind, the session's epoch, a number, the highest number
-received in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
+A frame is a header and a payload. The header contains its kind, the session's epoch and opening, a number, the highest
+number received in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
+
+The connecting side chooses the epoch, the listening side the opening. A listening side that forgets its peer between
+two OPENs of one epoch opens that epoch twice. The second opening tells both sides that the numbers begin again.
 
     OPEN   first frame of an epoch, by the connecting side, until the peer answers; number: none
     DATA   number: of this frame, from 1; its payload is one message
@@ -13,7 +16,7 @@ received in a row from the peer, and a digest of header and payload; a frame who
     PROBE  "I have sent up to `number`": sent after a silence; the answer says what was lost
     ACK    number: 0, or the number of the frame that it answers; unacknowledged frames up to that number were
            lost, since one connection keeps its order
-    RESET  the listening side does not know this epoch: it is another process, or it has forgotten the peer
+    RESET  the listening side does not know this epoch or opening: it is another process, or it has forgotten the peer
 
 Data is never sent again because of elapsed time; only small probes are. A peer whose loop is busy for seconds costs a
 few probes, not its prompts twice.
@@ -36,9 +39,10 @@ import xxhash
 
 from common.errors import ProtocolError
 
-HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
-_DIGESTED = struct.Struct("<B7xQQQ")  # the header without its digest
+HEADER = struct.Struct("<B3xIQQQQ")  # kind, opening, epoch, number, acknowledged, digest
+_DIGESTED = struct.Struct("<B3xIQQQ")  # the header without its digest
 _DIGESTED_SIZE = _DIGESTED.size
+MAX_OPENING = (1 << 32) - 1
 _NO_DIGEST = bytes(8)
 # Returns the digest of a payload; its second argument is that of the header, with zeros in place of the digest.
 _digest = xxhash.xxh3_64_intdigest
@@ -76,17 +80,20 @@ class Header(msgspec.Struct, frozen=True):
     """The header of a frame with a correct digest."""
 
     kind: FrameKind
+    opening: int  # 0 from a connecting side that has not heard it yet, and in a RESET
     epoch: int
     number: int
     acknowledged: int
 
 
-def frame(kind: FrameKind, epoch: int, number: int, acknowledged: int, payload: bytes = b"") -> Frame:
-    return _framed(int(kind), epoch, number, acknowledged, payload)
+def frame(
+    kind: FrameKind, epoch: int, number: int, acknowledged: int, payload: bytes = b"", opening: int = 0
+) -> Frame:
+    return _framed(int(kind), opening, epoch, number, acknowledged, payload)
 
 
-def _framed(kind: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> Frame:
-    head = _DIGESTED.pack(kind, epoch, number, acknowledged)
+def _framed(kind: int, opening: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> Frame:
+    head = _DIGESTED.pack(kind, opening, epoch, number, acknowledged)
     digest: int = _digest(payload, _digest(head + _NO_DIGEST))
     return head + digest.to_bytes(8, "little"), payload
 
@@ -94,13 +101,13 @@ def _framed(kind: int, epoch: int, number: int, acknowledged: int, payload: byte
 def read_header(header: bytes, payload: bytes) -> Header:
     """Parse a header. Raises ProtocolError for a frame that is damaged or does not belong to a session."""
     try:
-        kind, epoch, number, acknowledged, digest = HEADER.unpack(header)
+        kind, opening, epoch, number, acknowledged, digest = HEADER.unpack(header)
         known = _KINDS[kind]
     except (struct.error, KeyError):
         raise ProtocolError("not a frame of a session") from None
     if digest != _digest(payload, _digest(header[:_DIGESTED_SIZE] + _NO_DIGEST)):
         raise ProtocolError("a damaged frame")
-    return Header(known, epoch, number, acknowledged)
+    return Header(known, opening, epoch, number, acknowledged)
 
 
 # The bound keeps a frame from delivering more messages than a turn of a loop should take.
@@ -147,17 +154,19 @@ class Session:
     Single-threaded.
     """
 
-    def __init__(self, epoch: int, opens: bool, max_frames: int, max_bytes: int, now: float) -> None:
-        """Create one end. The end with `opens` begins the session: it repeats OPEN until the peer has answered.
+    def __init__(self, epoch: int, opening: int, max_frames: int, max_bytes: int, now: float) -> None:
+        """Create one end. `opening` is that of the listening side (1 to MAX_OPENING), or 0 for the connecting side.
 
+        The connecting side repeats OPEN until the peer has answered, and takes over the opening from its first frame.
         At most `max_frames` frames, and `max_bytes` of frames that are not SMALL, wait for their acknowledgement.
         """
         self.epoch = epoch
         self.heard_at = now
-        self.established = not opens
+        self.established = opening != 0
         self.duplicates = 0
         self.gaps = 0
         self.sent_again = 0
+        self._opening = opening
         self._max_frames = max_frames
         self._max_bytes = max_bytes
         self._kept: deque[_Kept] = deque()
@@ -171,7 +180,7 @@ class Session:
         self._reported: tuple[int, float] = (0, -1e9)  # the number before a gap, and when it was reported
         self._resend = False
         self._probe_after = PROBE_SECONDS
-        self._probe_at = now if opens else float("inf")
+        self._probe_at = float("inf") if opening else now
 
     @property
     def idle(self) -> bool:
@@ -211,9 +220,20 @@ class Session:
         self._sent -= 1
         self._release(kept)
 
+    def continues(self, header: Header) -> bool:
+        """True if a frame of the peer belongs to this session; else it needs another one."""
+        return header.epoch == self.epoch and (
+            header.opening == self._opening or not (header.opening and self._opening)
+        )
+
     def receive(self, header: Header, payload: bytes, now: float) -> bytes | None:
-        """Process a frame of this epoch; return its payload if it is the next one. That of a PACK is still packed."""
-        self.heard_at, self.established = now, True
+        """Process a frame that continues this session; return its payload if it is the next one.
+
+        The payload of a PACK is still packed.
+        """
+        self.heard_at = now
+        if not self.established:
+            self.established, self._opening = True, header.opening
         if self._kept and self._kept[0].number <= header.acknowledged:
             self._acknowledge(header.acknowledged, now)
         if header.kind == DATA or header.kind == PACK:
@@ -238,7 +258,7 @@ class Session:
         if not self.established:
             if now >= self._probe_at:
                 self._wait_for_answer(now)
-                frames.append(frame(FrameKind.OPEN, self.epoch, 0, self._received))
+                frames.append(self._frame(FrameKind.OPEN, 0))
             return frames
         if self._resend:
             self._resend = False
@@ -259,9 +279,9 @@ class Session:
     def probe(self, now: float) -> Frame:
         """Return a probe to be sent at once: after a reconnection, frames in flight may be lost."""
         if not self.established:
-            return frame(FrameKind.OPEN, self.epoch, 0, self._received)
+            return self._frame(FrameKind.OPEN, 0)
         self._wait_for_answer(now)
-        return frame(FrameKind.PROBE, self.epoch, self._sent, self._received)
+        return self._frame(FrameKind.PROBE, self._sent)
 
     def _wait_for_answer(self, now: float) -> None:
         self._probe_at = now + self._probe_after
@@ -296,8 +316,11 @@ class Session:
 
     def _data(self, kept: _Kept) -> Frame:
         self._owed = self._owed_bytes = 0
-        return _framed(kept.kind, self.epoch, kept.number, self._received, kept.payload)
+        return _framed(kept.kind, self._opening, self.epoch, kept.number, self._received, kept.payload)
 
     def _ack(self, number: int) -> Frame:
         self._owed = self._owed_bytes = 0
-        return frame(FrameKind.ACK, self.epoch, number, self._received)
+        return self._frame(FrameKind.ACK, number)
+
+    def _frame(self, kind: FrameKind, number: int) -> Frame:
+        return frame(kind, self.epoch, number, self._received, opening=self._opening)

@@ -6,11 +6,12 @@ under its NAME, which its key proves, but it evicts only its own.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from common.errors import ProtocolError
-from common.ipc.session import Frame, FrameKind, Session, frame, read_header
+from common.ipc.session import MAX_OPENING, Frame, FrameKind, Session, frame, read_header
 from common.messages.identity import name_in
 
 MAX_SESSIONS = 4_096
@@ -32,6 +33,8 @@ class Sessions:
         self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # peers that `tend` has to process
         self._latest: bytes | None = None  # the peer heard last, which both orders end with
+        # The latest session's; begins at random, so that the openings of an earlier process differ from this one's.
+        self._opening = secrets.randbelow(MAX_OPENING)
         self.get: Callable[[bytes], Session | None] = self._sessions.get
         # Notes that something of a peer depends on time, so `tend` has to process it.
         self.mark: Callable[[bytes], None] = self._active.add
@@ -76,7 +79,7 @@ class Sessions:
             self.damaged += 1
             return None
         session = self._sessions.get(peer)
-        if session is None or session.epoch != head.epoch:
+        if session is None or not session.continues(head):
             if head.kind is not FrameKind.OPEN:
                 if head.kind is not FrameKind.RESET:
                     self._send(peer, frame(FrameKind.RESET, head.epoch, 0, 0))
@@ -112,7 +115,8 @@ class Sessions:
             self._make_room(self._of_name[name])
         if len(self._sessions) >= MAX_SESSIONS:
             self._make_room(self._sessions)
-        session = Session(epoch, False, self._max_frames, self._max_bytes, now)
+        self._opening = self._opening % MAX_OPENING + 1
+        session = Session(epoch, self._opening, self._max_frames, self._max_bytes, now)
         self._sessions[peer] = session
         self._of_name.setdefault(name, OrderedDict())[peer] = None
         return session

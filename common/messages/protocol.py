@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 # Raise it with every change of a message in this folder, which a test compares with the fields, and of frames.
-CONTROL_PROTOCOL_VERSION: Final = 29
+CONTROL_PROTOCOL_VERSION: Final = 30
 UNVERSIONED: Final = 0  # the version of peers whose messages have none
 
 

@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {29: "4fd0c09814b0a731"}  # version -> hash of every struct of common/messages
+SCHEMAS = {30: "4fd0c09814b0a731"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

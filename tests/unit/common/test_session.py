@@ -30,11 +30,11 @@ from common.ipc.session import (
 from common.ipc.sessions import FORGET_SECONDS, UNVOUCHED_SECONDS, Sessions
 from tests.fakes.clock import Clock
 
-EPOCH = 7
+EPOCH, OPENING = 7, 3
 
 
 def session(opens: bool = False, frames: int = 100, nbytes: int = 1 << 20) -> Session:
-    return Session(EPOCH, opens, frames, nbytes, 0.0)
+    return Session(EPOCH, 0 if opens else OPENING, frames, nbytes, 0.0)
 
 
 class Link:
@@ -77,7 +77,7 @@ class Link:
                 head = read_header(header, payload)
             except ProtocolError:
                 continue
-            if head.kind is not FrameKind.RESET:
+            if head.kind is not FrameKind.RESET and self.dealer.continues(head):
                 got = self.dealer.receive(head, payload, self.clock())
                 self.at_dealer += [] if got is None else [got]
         self.there.extend(self.dealer.due(self.clock()))
@@ -372,3 +372,35 @@ def test_messages_for_an_unreachable_peer_are_eventually_dropped(vouched: bool, 
     assert sessions.get(b"peer") is found
     sessions.tend(patience + 1)
     assert len(sessions) == 0
+
+
+def test_an_epoch_that_was_opened_again_is_not_continued() -> None:
+    """OPEN came twice, and the listening side forgot its peer in between: earlier messages of the epoch are lost."""
+    here, back = Clock(0.0), deque[Frame]()
+    sessions = Sessions(lambda peer, frame: back.append(frame) is None, 10, 1 << 20)
+    dealer = session(opens=True)
+    opening = dealer.due(here())[0]
+    here.now += PROBE_SECONDS
+    again = dealer.due(here())[0]
+
+    def answers(payload: bytes) -> Frame:
+        listening = sessions.get(b"peer")
+        assert listening is not None
+        frame = listening.keep(payload, here())
+        assert frame is not None
+        return frame
+
+    sessions.receive(b"peer", *opening, here())
+    header, payload = answers(b"before")
+    assert dealer.receive(read_header(header, payload), payload, here()) == b"before"
+    sessions.forget(b"peer")
+    sessions.receive(b"peer", *again, here())
+    header, payload = answers(b"after")
+    assert not dealer.continues(read_header(header, payload)), "else it would be dropped as a duplicate"
+
+    # What the connecting side sends for the first opening of the epoch is answered with a RESET.
+    back.clear()
+    data = dealer.keep(b"to the first", here())
+    assert data is not None
+    assert sessions.receive(b"peer", *data, here()) is None
+    assert [read_header(*frame).kind for frame in back] == [FrameKind.RESET]

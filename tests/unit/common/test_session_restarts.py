@@ -47,7 +47,7 @@ class Restarts(RuleBasedStateMachine):
 
     def open_session(self) -> None:
         self.epochs += 1
-        self.dialler = Session(self.epochs, True, FRAMES, NBYTES, self.clock())
+        self.dialler = Session(self.epochs, 0, FRAMES, NBYTES, self.clock())
 
     def start_listener(self) -> None:
         self.there.clear()
@@ -82,7 +82,7 @@ class Restarts(RuleBasedStateMachine):
             return
         if head.epoch != self.dialler.epoch:
             return
-        if head.kind is FrameKind.RESET:
+        if head.kind is FrameKind.RESET or not self.dialler.continues(head):
             if self.dialler.established:
                 self.open_session()
             return
