@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from common.checkpoint import model_files
-from common.checkpoint.experts_config import (
-    ExpertsConfig,
-    parse_experts,
-)
+from common.checkpoint.experts_config import ExpertsConfig, parse_experts
 from common.checkpoint.families import FAMILIES, Family, LayerKind
 from common.checkpoint.fp8_weights import ONLINE
-from common.checkpoint.gated_delta_config import (
-    LINEAR,
-    GatedDeltaConfig,
-    mixer_types,
-    parse_gated_delta,
-)
+from common.checkpoint.gated_delta_config import LINEAR, GatedDeltaConfig, mixer_types, parse_gated_delta
 from common.checkpoint.generation_config import NO_DEFAULTS, DefaultSampling, default_sampling, eos_ids
 from common.checkpoint.json_fields import (
     MAX_HEADS,
@@ -195,33 +187,12 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     _refuse(raw, family, where)
     weights = stored_weights(with_modelopt_file(raw, directory), where)
     hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
-    heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
-    shared = None if "num_key_value_heads" in raw else family.kv_heads
-    kv_heads = positive(raw, "num_key_value_heads", where, shared or heads, MAX_HEADS)
-    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads, MAX_WIDTH)
-    if heads % kv_heads:
-        raise ModelError(
-            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly (num_key_value_heads)"
-        )
-    if head_dim % 2:
-        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
-    if heads * head_dim > MAX_WIDTH:
-        raise ModelError(
-            f"{where}: num_attention_heads {heads} of head_dim {head_dim} are more than the {MAX_WIDTH} values "
-            "of one token that are supported"
-        )
+    heads, kv_heads, head_dim = _heads(raw, family, hidden, where)
     num_layers = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     max_positions = positive(raw, "max_position_embeddings", where, most=MAX_POSITIONS)
     vocab = positive(raw, "vocab_size", where, most=MAX_VOCAB)
-    kinds = () if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where)
-    delta = None
-    if family.gated_delta is not None:
-        delta = parse_gated_delta(raw, where, family.gated_delta)
-        types = mixer_types(raw, num_layers, where)
-        kinds = tuple(LayerKind("gated_delta" if each == LINEAR else "attention") for each in types)
-    eps = raw.get("rms_norm_eps", 1e-6)
-    if not is_finite(eps) or not 0 < eps < 1:
-        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
+    kinds, delta = _mixers(raw, family, num_layers, where)
+    eps = _epsilon(raw, where)
     experts, inner = None, None
     if family.experts is not None:
         experts, has_experts = parse_experts(raw, family.experts, num_layers, where)
@@ -242,7 +213,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         max_position_embeddings=_positions(
             raw, max(max_positions, stretched_positions(raw, rope, where)), where
         ),
-        rms_norm_eps=float(eps),
+        rms_norm_eps=eps,
         rope=rope,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=_option(raw, family.qkv_bias, where),
@@ -278,6 +249,44 @@ def _family(raw: Raw, where: str) -> tuple[str, Family]:
         known = ", ".join((*FAMILIES, *ARCHITECTURES))
         raise ModelError(f"{where}: {said[:200]} is not supported; supported are {known}")
     return name, FAMILIES[name]
+
+
+def _heads(raw: Raw, family: Family, hidden: int, where: str) -> tuple[int, int, int]:
+    """Return the number of query heads, of key-value heads, and the values of a head."""
+    heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
+    shared = None if "num_key_value_heads" in raw else family.kv_heads
+    kv_heads = positive(raw, "num_key_value_heads", where, shared or heads, MAX_HEADS)
+    head_dim = positive(raw, "head_dim", where, family.head_dim or hidden // heads, MAX_WIDTH)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{where}: {heads} attention heads cannot share {kv_heads} key-value heads evenly (num_key_value_heads)"
+        )
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embedding needs an even one")
+    if heads * head_dim > MAX_WIDTH:
+        raise ModelError(
+            f"{where}: num_attention_heads {heads} of head_dim {head_dim} are more than the {MAX_WIDTH} values "
+            "of one token that are supported"
+        )
+    return heads, kv_heads, head_dim
+
+
+def _mixers(
+    raw: Raw, family: Family, num_layers: int, where: str
+) -> tuple[tuple[LayerKind, ...], GatedDeltaConfig | None]:
+    """Return the kinds of layers, as `ModelConfig.layer_kinds`, and the shape of those with a gated delta mixer."""
+    if family.gated_delta is None:
+        return () if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where), None
+    delta = parse_gated_delta(raw, where, family.gated_delta)
+    types = mixer_types(raw, num_layers, where)
+    return tuple(LayerKind("gated_delta" if each == LINEAR else "attention") for each in types), delta
+
+
+def _epsilon(raw: Raw, where: str) -> float:
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if not is_finite(eps) or not 0 < eps < 1:
+        raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
+    return float(eps)
 
 
 def _with_experts(kinds: Sequence[LayerKind], has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
