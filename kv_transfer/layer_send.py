@@ -29,6 +29,14 @@ class _Group:
     posted: list[PostedWrite]
     sent: int = 0  # planes
 
+    def send_to(self, end: int) -> None:
+        """Send the planes below `end` that were not sent."""
+        planes = range(self.sent, end)
+        self.write.send(planes)
+        self.sent = planes.stop
+        for posted in self.posted:
+            posted.shared = True
+
 
 class LayerSend:
     """Sends pages of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
@@ -68,20 +76,14 @@ class LayerSend:
     def stored(self, layer: int) -> None:
         """Send up to this layer, whose keys and values are now stored. Layers are reported in order."""
         for group in self._groups:
-            planes = range(group.sent, self._endpoint.layout.stored(layer))
-            group.write.send(planes)
-            group.sent = planes.stop
+            group.send_to(self._endpoint.layout.stored(layer))
             for posted in group.posted:
-                posted.shared = posted.layered = True
+                posted.layered = True
 
     def queue_rest(self) -> None:
         """Send all planes that are left. The forward is launched by now; the device copies them once it has ended."""
         for group in self._groups:
-            planes = range(group.sent, len(self._endpoint.layout.planes))
-            group.write.send(planes)
-            group.sent = planes.stop
-            for posted in group.posted:
-                posted.shared = True
+            group.send_to(len(self._endpoint.layout.planes))
 
     def close(self) -> None:
         """End the layer-wise part once the forward is launched; `Sender.complete` sends what is left."""
