@@ -123,4 +123,4 @@ def _float8(group: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
     return found
 
 
-RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")
+RECORD = FormatRecord(parse, "common.engine.formats.fp8:Fp8Format")

@@ -71,4 +71,4 @@ def _patterns(raw: Mapping[str, Any], key: str, where: str) -> list[str]:
     return [bounded.get(each, each if each.startswith(REGEX) else f"{ENDING}{each}") for each in listed]
 
 
-RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")
+RECORD = FormatRecord(parse, "common.engine.formats.fp8:Fp8Format")

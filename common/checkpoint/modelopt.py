@@ -55,4 +55,4 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
     return Fp8Weights(METHOD, ((EVERYTHING, Fp8Scheme(TENSOR, static=True)),), ignored)
 
 
-RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")
+RECORD = FormatRecord(parse, "common.engine.formats.fp8:Fp8Format")

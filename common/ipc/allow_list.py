@@ -43,11 +43,6 @@ class AllowList:
             return None
         return name
 
-    def admits(self, name: str) -> bool:
-        """Return whether `name` has a key that may connect."""
-        self._refresh()
-        return name in self._names.values()
-
     def ban(self, name: str, seconds: float) -> None:
         """Refuse this name's key for `seconds`, on new and existing connections."""
         now = self._clock()

@@ -190,8 +190,3 @@ class Fp8Format(WeightFormat):
 
     def make_tied(self, embedding: Embedding) -> Linear:
         return self._dense.make_tied(embedding)
-
-
-def fp8_format(stored: StoredWeights, placement: Placement) -> Fp8Format:
-    """Make the format of a checkpoint in FP8, or of one that is quantised while it is loaded."""
-    return Fp8Format(stored, placement)
