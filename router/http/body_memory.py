@@ -141,12 +141,14 @@ class BodyMemory:
     def _admit(self) -> None:
         """Give memory to those whose turn it is."""
         for waiter in list(self._waiting):
+            if not self._may_have(waiter.client, waiter.size):
+                # It waits for bodies of its own client, whatever memory is free.
+                continue
             if not self._has_room(waiter.size):
                 # Smaller bodies do not overtake it: it would wait for ever.
                 return
-            if self._fits(waiter.client, waiter.size):
-                self._waiting.remove(waiter)
-                waiter.admitted.set_result(self._take(waiter.client, waiter.size, waiter.revoke))
+            self._waiting.remove(waiter)
+            waiter.admitted.set_result(self._take(waiter.client, waiter.size, waiter.revoke))
 
     def _look_later(self) -> None:
         if self._look is None:

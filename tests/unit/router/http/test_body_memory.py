@@ -79,6 +79,18 @@ async def test_one_client_has_half_of_it_and_others_pass_its_next_body(memory: M
     assert second.done()
 
 
+async def test_a_body_that_waits_for_its_own_client_holds_up_nobody_else(memory: Memory) -> None:
+    """Not even if there is too little memory for it, too."""
+    first, other = await memory.ask("a", 50), await memory.ask("b", 20)
+    second, third = await memory.ask("a", 40), await memory.ask("c", 20)
+    assert not second.done()
+    assert third.done()
+    await memory.give_back(other)
+    assert not second.done()
+    await memory.give_back(first)
+    assert second.done()
+
+
 async def test_a_body_that_is_larger_than_all_memory_is_received_by_itself(memory: Memory) -> None:
     first = await memory.ask("a", 10)
     huge = await memory.ask("b", 1_000)
