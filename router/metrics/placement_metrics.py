@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from router.metrics.node_series import LABELS
 from router.nodes.health import Condition
 
 
@@ -75,13 +76,12 @@ class PlacementMetrics:
 
 def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:
     """Yield the series of each node's placement condition."""
-    names = ("model_name", "engine", "role")
     weight = GaugeMetricFamily(
-        "tandem_node_weight", "Share of requests relative to a node of weight 1", labels=names
+        "tandem_node_weight", "Share of requests relative to a node of weight 1", labels=LABELS
     )
-    breaker = GaugeMetricFamily("tandem_node_breaker_open", "1 unless the breaker is closed", labels=names)
+    breaker = GaugeMetricFamily("tandem_node_breaker_open", "1 unless the breaker is closed", labels=LABELS)
     speed = GaugeMetricFamily(
-        "tandem_node_seconds_per_token", "Seconds per token, measured on requests", labels=names
+        "tandem_node_seconds_per_token", "Seconds per token, measured on requests", labels=LABELS
     )
     bad = GaugeMetricFamily("tandem_pair_bad", "Pairs that placement avoids", labels=("prefill", "decode"))
     for each in conditions:
