@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage
+from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, error_event
 from router.http.json_answer import BodyPart
 
 
@@ -22,11 +22,14 @@ class Collector(Protocol):
 
 
 class AnswerForm(Protocol):
-    """The answers of one API. A request is either streamed (the first four methods) or collected."""
+    """The answers of one API. A request is either streamed (the first four methods) or collected.
+
+    Unless a form says otherwise, nothing precedes the first token, and errors are events in the format of OpenAI.
+    """
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         """Return the events before the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
-        ...
+        return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """Return the events of a piece; b"" while its text is held back."""
@@ -41,7 +44,7 @@ class AnswerForm(Protocol):
 
     def failure(self, body: dict[str, Any], status: int) -> bytes:
         """Return the events that end an incomplete answer. `body`, `status`: the error as a response."""
-        ...
+        return error_event(body)
 
     def collector(self, choices: int) -> Collector: ...
 

@@ -11,7 +11,8 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
-from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
+from router.answers.answer_form import AnswerForm
+from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage
 from router.answers.prompt_pieces import PromptPiece
 from router.apis.generate_request import GenerateTask
 from router.chat.answer_style import AnswerStyle
@@ -60,7 +61,7 @@ class _Choice:
         self.states: AnswerStates | None = None
 
 
-class GenerateForm:
+class GenerateForm(AnswerForm):
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(
@@ -94,9 +95,6 @@ class GenerateForm:
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
 
-    def opening(self, choices: int, usage: bytes) -> bytes:
-        return b""
-
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         choice = self._add(piece)
         if isinstance(piece, PromptPiece):
@@ -121,9 +119,6 @@ class GenerateForm:
     def _begin(self, index: int) -> bytes:
         """Return the beginning of an event, with that of its JSON object."""
         return b'data: {"index":%d,"text":' % index if self._listed else b'data: {"text":'
-
-    def failure(self, body: dict[str, Any], status: int) -> bytes:
-        return error_event(body)
 
     def collector(self, choices: int) -> GenerateForm:
         return self

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
+from router.answers.answer_form import AnswerForm
 from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage
 from router.apis.answer_items import Added, AnswerItems, Change, Item, ItemKind, Opened
 from router.http.messages_errors import messages_error
@@ -24,7 +25,7 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-class MessagesForm:
+class MessagesForm(AnswerForm):
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(self, identity: str, model: str, form: ChatFormat, prompt_tokens: Sequence[int]) -> None:
@@ -37,14 +38,11 @@ class MessagesForm:
 
     # -- a stream
 
-    def opening(self, choices: int, usage: bytes) -> bytes:
-        """Return b"": the first event holds token counts, which arrive with the first piece."""
-        return b""
-
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         changes = self._items.follow(piece)
         events = b""
         if not self._begun:
+            # Not before the first piece, which brings the token counts.
             self._begun = True
             events = _event("message_start", message=self._message([], None))
         return events + b"".join(self._shown(change) for change in changes)

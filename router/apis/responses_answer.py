@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH
+from router.answers.answer_form import AnswerForm
 from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage
 from router.apis.answer_items import Added, AnswerItems, Change, Closed, Item, ItemKind, Opened
 from router.apis.responses_request import ResponsesTask
@@ -26,7 +27,7 @@ class InputTokens(msgspec.Struct, frozen=True):
     object: str = "response.input_tokens"
 
 
-class ResponsesForm:
+class ResponsesForm(AnswerForm):
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(
@@ -51,10 +52,6 @@ class ResponsesForm:
         }
 
     # -- a stream
-
-    def opening(self, choices: int, usage: bytes) -> bytes:
-        """Return b"": the first events are sent together with those of the first piece, so that all are numbered."""
-        return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         events = b""

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from router.answers.answer_form import AnswerForm
 from router.answers.details import PromptScoreList
-from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage, error_event
+from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage
 from router.http.sse import DONE
 
 TOKENS_ID = "generate-tokens-"  # prefix of an answer's id; the request id follows
@@ -25,7 +26,7 @@ class _CollectedTokens:
         self.finish_reason: str | None = None
 
 
-class TokensForm:
+class TokensForm(AnswerForm):
     """An `AnswerForm`, and the collector of its own complete answers."""
 
     def __init__(
@@ -46,9 +47,6 @@ class TokensForm:
 
     # -- a stream
 
-    def opening(self, choices: int, usage: bytes) -> bytes:
-        return b""
-
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         if not piece.tokens and piece.finish_reason is None:
             return b""
@@ -59,9 +57,6 @@ class TokensForm:
     def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         counts = b'%b],"usage":%b}\n\n' % (self._event, _encode(usage.report())) if with_usage else b""
         return (counts + DONE,)
-
-    def failure(self, body: dict[str, Any], status: int) -> bytes:
-        return error_event(body)
 
     # -- a complete answer
 
