@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from deploy.load_generator.summary import Limits, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with colour blindness can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -28,8 +30,9 @@ def check_matplotlib() -> None:
         raise ConfigError("--svg", MISSING) from None
 
 
-def draw(measured: Sequence[MeasuredLoad], limits: Limits, file: Path) -> None:
-    """Write the chart. A line of the distributions is one load on one server: same colour same load."""
+@contextmanager
+def _figure(file: Path, title: str, panels: int, size: tuple[float, float]) -> Iterator[tuple[Figure, Any]]:
+    """Yield a figure, to be written to the file, and its axes: of each panel if there are several."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -37,15 +40,21 @@ def draw(measured: Sequence[MeasuredLoad], limits: Limits, file: Path) -> None:
 
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.size": 9}
     with matplotlib.rc_context(style):
-        figure, panels = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
+        figure, axes = pyplot.subplots(1, panels, figsize=size, layout="constrained")
+        yield figure, axes
+        figure.savefig(file, metadata={"Date": None, "Title": title})
+        pyplot.close(figure)
+
+
+def draw(measured: Sequence[MeasuredLoad], limits: Limits, file: Path) -> None:
+    """Write the chart. A line of the distributions is one load on one server: same colour same load."""
+    with _figure(file, "Latency under load", 3, (12, 4)) as (figure, panels):
         _distribution(panels[0], "time to first token, ms", limits.first, measured, "ttft_ms")
         _distribution(panels[1], "gap between events, ms", limits.gap, measured, "gap_ms")
         _goodput(panels[2], measured)
         figure.legend(
             *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
         )
-        figure.savefig(file, metadata={"Date": None, "Title": "Latency under load"})
-        pyplot.close(figure)
 
 
 def draw_search(found: GoodputSearch, file: Path) -> None:
@@ -53,14 +62,7 @@ def draw_search(found: GoodputSearch, file: Path) -> None:
 
     A vertical bar reaches from the worst seed of a probe to the best one. An open circle is a probe that ended early.
     """
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.size": 9}
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    with _figure(file, "Highest load within limits", 1, (7, 4.5)) as (figure, axes):
         for result, colour in zip(found.results, COLOURS, strict=False):
             probes = sorted(
                 (each for each in found.probes if each.target == result.target), key=lambda each: each.rate
@@ -89,8 +91,6 @@ def draw_search(found: GoodputSearch, file: Path) -> None:
         )
         axes.grid(alpha=0.3)
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        figure.savefig(file, metadata={"Date": None, "Title": "Highest load within limits"})
-        pyplot.close(figure)
 
 
 def _colour_and_line(each: MeasuredLoad, measured: Sequence[MeasuredLoad]) -> tuple[str, str]:
