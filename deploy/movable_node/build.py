@@ -40,10 +40,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     def changed(to: Role) -> None:
         log.info("role changed", role=to)
 
-    settling, local_tokens = (
-        SETTLING_HEARTBEATS * cluster.health.heartbeat_interval,
-        cluster.router.local_prefill,
-    )
+    settling = SETTLING_HEARTBEATS * cluster.health.heartbeat_interval
+    local_tokens = cluster.router.local_prefill
     switch = RoleSwitch(role, settling, changed, local_tokens)
     device, models = SharedDevice(), list[ServingModel]()
     # The half for prompts loads the weights: it runs the vision part, too.

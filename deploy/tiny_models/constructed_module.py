@@ -43,7 +43,7 @@ class ModuleTensors:
                 raise ValueError("the module has no shared expert, so no feed-forward sees every token")
             block = f"{layer}.{experts.names.block}.{experts.names.shared}"
             gate = f"{layer}.{experts.names.block}.{experts.names.shared_gate}"
-        self._target, self._draft = target, draft
+        self._target = target
         # The share of a shared expert with a gate of zero is one half.
         self._share = 0.5 if experts is not None and experts.shared_gate else 1.0
         self._embedding_first = names.embedding_first

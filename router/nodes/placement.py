@@ -250,16 +250,12 @@ class CacheEvents(CacheAware):
     reads_events: Literal[True] = True
 
 
-def _unlinked(prefill: Candidate, decodes: Sequence[Candidate]) -> Sequence[Candidate]:
-    return decodes
-
-
 def choose_pair(
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     policies: Mapping[Role, PlacementPolicy],
-    bad_pairs: Container[tuple[str, str]] = frozenset(),
-    link: Callable[[Candidate, Sequence[Candidate]], Sequence[Candidate]] = _unlinked,
+    bad_pairs: Container[tuple[str, str]],
+    link: Callable[[Candidate, Sequence[Candidate]], Sequence[Candidate]],
 ) -> tuple[Candidate, Candidate]:
     """Choose a prefill and a decode node from non-empty lists. A pair in `bad_pairs` is chosen only if all are bad.
 

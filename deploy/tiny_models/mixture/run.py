@@ -113,7 +113,7 @@ class Run:
         checkpoint.save(self.directory, self.family, config, target.model, mtp, self.vocabulary)
         model_card.write(self.directory, self._card(target, ""), [])
 
-    def measure(self, target: Target, mtp: MtpHead | None, steps: Sequence[int]) -> None:
+    def measure(self, target: Target, steps: Sequence[int]) -> None:
         """Score what was written, and write the model card."""
         model, module = checkpoint.load(self.directory, self.family)
         model.to(self.training.device)

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     mtp = run.train_mtp(target, seconds * MTP_SHARE, STEPS)
     run.save(target, mtp)
     run.train_eagle3(target, seconds * EAGLE3_SHARE, MEASURED_STEPS)
-    run.measure(target, mtp, MEASURED_STEPS)
+    run.measure(target, MEASURED_STEPS)
     print(f"wrote {args.out} after {time.monotonic() - begun:.0f} s", flush=True)
 
 

@@ -162,7 +162,7 @@ def pairs_of(bad: set[tuple[str, str]], names: str = "ab", choices: int = 8) -> 
     prefills = [candidate(f"p{n}") for n in names]
     decodes = [candidate(f"d{n}") for n in names]
     keys = {(f"incarnation of {p}", f"incarnation of {d}") for p, d in bad}
-    chosen = [choose_pair(prefills, decodes, policies, keys) for _ in range(choices)]  # type: ignore[arg-type]
+    chosen = [choose_pair(prefills, decodes, policies, keys, lambda _, each: each) for _ in range(choices)]  # type: ignore[arg-type]
     return {p.name + d.name for p, d in chosen}
 
 
