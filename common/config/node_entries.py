@@ -8,6 +8,7 @@ from common.config.schema import Cluster
 from common.errors import ConfigError
 from common.messages.identity import ROUTER_NAME
 from common.node_names import ANY, OWN, is_pattern, overlap
+from common.tcp_address import tcp_address
 
 ADDRESS_KEY = "process.address"
 
@@ -96,9 +97,7 @@ def own_peer_address(cluster: Cluster, address: str, path: str) -> str:
     """Return a ZMQ address with the host `own` replaced. Raises ConfigError."""
     if _host_of(address) != OWN:
         return address
-    host = own_host(cluster, OWN, path)
-    bracketed = f"[{host}]" if ":" in host else host
-    return f"tcp://{bracketed}:{address.rpartition(':')[2]}"
+    return tcp_address(own_host(cluster, OWN, path), address.rpartition(":")[2])
 
 
 def _host_of(address: str) -> str:

@@ -6,9 +6,9 @@ import ipaddress
 
 from common.config.schema import Cluster, DecodeNodeEntry, NodeEntry, PrefillNodeEntry
 from common.node_names import OWN
+from common.tcp_address import tcp_host
 
 UNKNOWN = ""
-_TCP = "tcp://"
 
 
 def elsewhere(cluster: Cluster, node: NodeEntry, other: NodeEntry) -> bool:
@@ -23,9 +23,7 @@ def _host(node: NodeEntry) -> str:
     """Return the host in a node's address, UNKNOWN without one."""
     if isinstance(node, DecodeNodeEntry):
         return node.host
-    if isinstance(node, PrefillNodeEntry) and node.peer_address.startswith(_TCP):
-        return node.peer_address.removeprefix(_TCP).rpartition(":")[0].strip("[]")
-    return UNKNOWN
+    return tcp_host(node.peer_address) if isinstance(node, PrefillNodeEntry) else UNKNOWN
 
 
 def _differ(one: str, other: str) -> bool:

@@ -8,6 +8,7 @@ from common.config.schema import Cluster, DecodeNodeEntry, PrefillNodeEntry
 from common.config.transport_kind import Topology, TransportKind
 from common.config.transports import transport_kind, transport_kinds
 from common.errors import ConfigError
+from common.tcp_address import tcp_host
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -89,9 +90,5 @@ def _one_host(cluster: Cluster) -> bool:
     """Return whether every socket of the nodes is an ipc socket or on loopback."""
     addresses = (node.peer_address for node in cluster.prefill.nodes)
     return all(node.host in LOOPBACK for node in cluster.decode.nodes) and all(
-        a == "auto" or a.startswith("ipc://") or _host(a) in LOOPBACK for a in addresses
+        a == "auto" or a.startswith("ipc://") or tcp_host(a) in LOOPBACK for a in addresses
     )
-
-
-def _host(address: str) -> str:
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

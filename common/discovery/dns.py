@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 from common.discovery.slots import RouterSlot, SlotTable
-from common.ipc.host_lookup import MAX_ADDRESSES, Resolve, not_found, resolve, tcp_address
+from common.ipc.host_lookup import MAX_ADDRESSES, Resolve, not_found, resolve
 from common.node_names import DNS
+from common.tcp_address import tcp_address
 
 INTERVAL = 5.0  # seconds between two lookups
 SOONEST = 1.0  # the same while some link has no connection

@@ -14,10 +14,11 @@ import msgspec
 from common.discovery.endpoints import EndpointSlice, SliceList, WatchEvent, WatchStatus, addresses_of
 from common.discovery.slots import RouterSlot, SlotTable
 from common.errors import ConfigError, NoAnswer
-from common.ipc.host_lookup import MAX_ADDRESSES, tcp_address
+from common.ipc.host_lookup import MAX_ADDRESSES
 from common.kubernetes_api import ApiServer, read_body
 from common.node_names import SLICES
 from common.observability.logs import Log
+from common.tcp_address import tcp_address
 
 LIST_SECONDS = 10.0
 WATCH_SECONDS = 60  # the server ends a watch then

@@ -27,6 +27,7 @@ from common.ipc.zap import DOMAIN, ZapHandler
 from common.node_names import NO_NAMES, NodeNames
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
+from common.tcp_address import tcp_host
 
 KEY = "security.keys"
 
@@ -171,7 +172,7 @@ def is_ipv6(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Return whether a tcp:// address is a loopback one; False for a name other than localhost."""
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host = tcp_host(address)
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from common.tcp_address import tcp_address
+
 MAX_ADDRESSES = 64  # of one name; further ones are not used
 
 Resolve = Callable[[str], Sequence[str]]  # name -> IP addresses; raises OSError
@@ -39,11 +41,6 @@ class Host(Protocol):
     def problem(self) -> str:
         """The reason for which no address is known, if none is."""
         ...
-
-
-def tcp_address(host: str, port: str) -> str:
-    """Return the ZMQ address of a port of an IP address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def resolve(name: str) -> list[str]:
