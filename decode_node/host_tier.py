@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
+from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite, pages_of
 from common.kv_cache.host_plan import Damage, HostCopy, HostFetch, Store
 from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageLease, PageSpace
@@ -244,11 +244,9 @@ class DecodePrefixes:
         write = self.cache.reserve(keys[: whole * self.cache.block_tokens], request.salt)
         if write is None:
             return
-        pages, blocks = list[int](), list[int]()
-        for index, block in sorted(write.blocks.items()):
-            pages += lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
-            blocks.append(block)
-        self._start_store(_KeptPages(write, lease), pages, blocks)
+        blocks = write.blocks
+        pages = [lease.pages[each] for each in pages_of(blocks, self._block_pages)]
+        self._start_store(_KeptPages(write, lease), pages, list(blocks.values()))
         request.lease = None
         self._totals.stores += 1
 
@@ -328,7 +326,7 @@ class DecodePrefixes:
         self, storing: _KeptPages | HeldPages, pages: Sequence[int], blocks: Sequence[int]
     ) -> None:
         """Store pages in blocks, of which the last one may have room for more."""
-        host = [page for block in blocks for page in self._pages(block)]
+        host = pages_of(blocks, self._block_pages)
         self._last_key += 1
         copy = HostCopy(pages=tuple(pages), host_pages=tuple(host[: len(pages)]))
         self._rows.store(Store(key=self._last_key, copy=copy))
@@ -339,7 +337,7 @@ class DecodePrefixes:
         self, fetching: _Fetching, lease: PageLease, blocks: Sequence[int], num_pages: int
     ) -> None:
         """Fetch the first pages of a lease from blocks, except those that the pool has."""
-        host = [page for block in blocks for page in self._pages(block)]
+        host = pages_of(blocks, self._block_pages)
         first = lease.cached_pages
         copy = HostCopy(pages=tuple(lease.pages[first:num_pages]), host_pages=tuple(host[first:num_pages]))
         self._last_key += 1
@@ -352,6 +350,3 @@ class DecodePrefixes:
         if held.dropped and not held.storing and not held.fetching:
             self.cache.give_back(held.blocks)
             self.release(FoundPrefix(held.prefix))
-
-    def _pages(self, block: int) -> range:
-        return range(block * self._block_pages, (block + 1) * self._block_pages)

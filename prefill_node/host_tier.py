@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
+from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite, pages_of
 from common.kv_cache.host_plan import INTACT, Damage, HostCopy, HostMemory, Store
 from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageSpace
@@ -135,7 +135,7 @@ class HostPrefixes:
         if tokens - cached < size:  # too little to wait for
             self.cache.release(prefix)
             return
-        host = [page for block in prefix.blocks for page in self._pages(block)]
+        host = pages_of(prefix.blocks, self._block_pages)
         first, last = lease.cached_pages, len(host)
         states = () if prefix.snapshot is None else ((lease.slot, prefix.snapshot.slot),)
         copy = HostCopy(pages=tuple(lease.pages[first:last]), host_pages=tuple(host[first:]), states=states)
@@ -154,10 +154,9 @@ class HostPrefixes:
         write = self.cache.reserve(keys, request.salt, sorted(states))
         if write is None:
             return
-        pages, host_pages = list[int](), list[int]()
-        for index, block in sorted(write.blocks.items()):
-            pages += request.lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
-            host_pages += self._pages(block)
+        blocks = write.blocks
+        pages = [request.lease.pages[each] for each in pages_of(blocks, self._block_pages)]
+        host_pages = pages_of(blocks.values(), self._block_pages)
         saved = [states[tokens] for tokens in write.states]
         for each in saved:
             self._space.cache.snapshots.pin(each)
@@ -205,9 +204,6 @@ class HostPrefixes:
         self._totals.cached_blocks = self.cache.cached_blocks
         self._totals.evicted_blocks = self.cache.evicted_blocks
         return self._totals
-
-    def _pages(self, block: int) -> range:
-        return range(block * self._block_pages, (block + 1) * self._block_pages)
 
     def _nbytes(self, copy: HostCopy) -> int:
         return len(copy.pages) * self._page_bytes + len(copy.states) * self._state_bytes

@@ -45,8 +45,9 @@ class HostWrite:
 
     @property
     def blocks(self) -> dict[int, int]:
-        """Index in the prefix -> id, of all blocks that are written."""
-        return self.again | {self.first + index: block for index, block in enumerate(self.fresh)}
+        """Index in the prefix, ascending -> id, of all blocks that are written."""
+        written = self.again | {self.first + index: block for index, block in enumerate(self.fresh)}
+        return dict(sorted(written.items()))
 
 
 class HostCache:
@@ -250,3 +251,8 @@ class HostCache:
         freed = self.tree.evict(count)
         self._damaged.difference_update(freed)
         self._allocator.free(freed)
+
+
+def pages_of(blocks: Iterable[int], size: int) -> list[int]:
+    """Return the pages that blocks of `size` pages consist of."""
+    return [page for block in blocks for page in range(block * size, (block + 1) * size)]

@@ -22,17 +22,11 @@ class Immediate:
         pass
 
 
-class Deferred:
+class Deferred(Immediate):
     """Work that is done but reported as unfinished until the next launch: gives a CPU the event order of a GPU."""
 
     def ready(self) -> bool:
         return False
-
-    def due(self) -> bool:
-        return True
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        pass
 
 
 class CudaCompletion:

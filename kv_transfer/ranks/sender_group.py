@@ -152,10 +152,6 @@ class SenderGroup:
     def handle(self, peer: bytes, message: bytes) -> None:
         self._local.handle(peer, message)
 
-    def close(self) -> None:
-        """End rank 0's rooms; the other ranks end theirs when they end."""
-        self._local.close()
-
     def poll(self) -> list[SenderEvent]:
         """Advance the rooms of rank 0 and take the reports of the others; return the events of all since then."""
         self._take_reports()
