@@ -24,10 +24,10 @@ class Backup:
     """The saved data of one retracted request. It may be read once its save has ended."""
 
     pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out returns them
-    draft: list[torch.Tensor]  # as RelayState.copy_draft_out returns it
-    # of the target, as KvPool.copy_state_out returns it
+    draft: list[torch.Tensor]  # as RelayState.draft_copies returns it
+    # of the target, as KvPool.state_copies returns it
     state: list[torch.Tensor] = field(default_factory=list)
-    window: list[torch.Tensor] = field(default_factory=list)  # as StateRows.copy_row_out returns it
+    window: list[torch.Tensor] = field(default_factory=list)  # as StateRows.row_copies returns it
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield everything that was saved."""
@@ -78,9 +78,9 @@ class Backups:
     def size_of(self, num_pages: int) -> int:
         """Return the host memory that a backup of this many pages takes, in bytes."""
         parts = [num_pages * each for pool in self._pools for each in pool.page_copies]
-        parts += self._relay.draft_copies
+        parts += self._relay.draft_copies.nbytes
         if self._relay.state is not None:
-            parts += [*self._pools[0].state_copies, *self._relay.state.row_copies]
+            parts += [*self._pools[0].state_copies.nbytes, *self._relay.state.row_copies.nbytes]
         return sum(allocated(each, self._pinned) for each in parts)
 
     def save(self, save: Save) -> None:
@@ -111,10 +111,10 @@ class Backups:
         for pool, pages in zip(self._pools, backup.pages, strict=True):
             # [planes, pages, ...]
             pool.copy_pages_in(load.pages, [planes[:, load.first : last] for planes in pages])
-        self._relay.copy_draft_in(load.row, backup.draft)
+        self._relay.draft_copies.copy_in(load.row, backup.draft)
         if self._relay.state is not None:
-            self._pools[0].copy_state_in(load.slot, backup.state)
-            self._relay.state.copy_row_in(load.row, backup.window)
+            self._pools[0].state_copies.copy_in(load.slot, backup.state)
+            self._relay.state.row_copies.copy_in(load.row, backup.window)
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drop backups. A save in progress goes on, and `unsaved` still names it."""
@@ -123,8 +123,8 @@ class Backups:
 
     def _copy(self, save: Save) -> Backup:
         pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
-        draft = self._relay.copy_draft_out(save.row)
+        draft = self._relay.draft_copies.copy_out(save.row)
         if self._relay.state is None:
             return Backup(pages, draft)
-        state = self._pools[0].copy_state_out(save.slot)
-        return Backup(pages, draft, state, self._relay.state.copy_row_out(save.row))
+        state = self._pools[0].state_copies.copy_out(save.slot)
+        return Backup(pages, draft, state, self._relay.state.row_copies.copy_out(save.row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,3 +108,24 @@ def on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class RowCopies:
+    """Copies one row of each of several tensors to host memory, and back into a row."""
+
+    def __init__(self, parts: Iterable[Tensor]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each tensor that `copy_out` returns."""
+        return [part[0].nbytes for part in self._parts]
+
+    def copy_out(self, row: int) -> list[Tensor]:
+        """Return copies of a row; on a GPU they are readable once the stream reaches this point."""
+        return [copy_on_host(part[row]) for part in self._parts]
+
+    def copy_in(self, row: int, backup: Sequence[Tensor]) -> None:
+        """Write what `copy_out` returned into a row, which may be another one than it came from."""
+        for part, source in zip(self._parts, backup, strict=True):
+            part[row].copy_(source, non_blocking=True)

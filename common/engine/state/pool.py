@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from common.engine.host_copies import copy_on_host, on_device
+from common.engine.host_copies import RowCopies, on_device
 from common.kv_cache.plane import Kept, Owner
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 
@@ -119,22 +119,10 @@ class KvPool:
             for plane, source in zip(group, copies, strict=True):
                 plane.index_copy_(0, index, source.to(self.device, non_blocking=True))
 
-    def copy_state_out(self, slot: int) -> list[Tensor]:
-        """Copy what one request keeps in addition to its pages to the host: [*entry] of each per-request plane.
-
-        On a GPU it is readable once the stream reaches this point.
-        """
-        return [copy_on_host(plane[slot]) for plane in self._state]
-
     @property
-    def state_copies(self) -> list[int]:
-        """Bytes of each tensor that `copy_state_out` returns."""
-        return [plane[0].nbytes for plane in self._state]
-
-    def copy_state_in(self, slot: int, backup: Sequence[Tensor]) -> None:
-        """Write what `copy_state_out` returned into `slot`, which may be another slot than it came from."""
-        for plane, source in zip(self._state, backup, strict=True):
-            plane[slot].copy_(source, non_blocking=True)
+    def state_copies(self) -> RowCopies:
+        """Copies of what one request keeps in addition to its pages: [*entry] of each per-request plane, by slot."""
+        return RowCopies(self._state)
 
     def copy_states(self, source: Tensor, target: Tensor) -> None:
         """Copy what requests keep in slots source[i] to target[i]: [n] int64, disjoint, targets distinct."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.engine.forward.draft_inputs import DraftInput
-from common.engine.host_copies import copy_on_host, send, send_one
+from common.engine.host_copies import RowCopies, send, send_one
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
 from common.engine.state.state_rows import NO_WINDOW, StateRows, WindowShape
@@ -166,16 +166,7 @@ class RelayState:
         self.draft.draft_topk_probs.index_copy_(0, rows, torch.where(live, draft_topk_probs, 0))
         self.draft.draft_topk_ids.index_copy_(0, rows, torch.where(live, draft_topk_ids, 0))
 
-    def copy_draft_out(self, row: int) -> list[torch.Tensor]:
-        """Copy the draft's part of a row to the host; on a GPU it is readable once the stream reaches this point."""
-        return [copy_on_host(part[row]) for part in self._draft_columns]
-
     @property
-    def draft_copies(self) -> list[int]:
-        """Bytes of each tensor that `copy_draft_out` returns."""
-        return [part[0].nbytes for part in self._draft_columns]
-
-    def copy_draft_in(self, row: int, backup: Sequence[torch.Tensor]) -> None:
-        """Write what `copy_draft_out` returned into a row."""
-        for part, source in zip(self._draft_columns, backup, strict=True):
-            part[row].copy_(source, non_blocking=True)
+    def draft_copies(self) -> RowCopies:
+        """Copies of the draft's part of a row."""
+        return RowCopies(self._draft_columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import BatchState
-from common.engine.host_copies import copy_on_host
+from common.engine.host_copies import RowCopies
 
 
 class WindowShape(NamedTuple):
@@ -63,19 +63,7 @@ class StateRows:
         self.held.index_copy_(0, rows, torch.where(rows > 0, seq_len, 0))
         return BatchState(self.slots.index_select(0, rows), rows=rows, pending=pending, windows=self.windows)
 
-    def copy_row_out(self, row: int) -> list[Tensor]:
-        """Copy how many tokens the state holds, and the window, to the host.
-
-        On a GPU they are readable once the stream reaches this point.
-        """
-        return [copy_on_host(part[row]) for part in (self.held, *self.windows.values())]
-
     @property
-    def row_copies(self) -> list[int]:
-        """Bytes of each tensor that `copy_row_out` returns."""
-        return [part[0].nbytes for part in (self.held, *self.windows.values())]
-
-    def copy_row_in(self, row: int, backup: list[Tensor]) -> None:
-        """Write what `copy_row_out` returned into a row whose slot is set."""
-        for part, source in zip([self.held, *self.windows.values()], backup, strict=True):
-            part[row].copy_(source, non_blocking=True)
+    def row_copies(self) -> RowCopies:
+        """Copies of how many tokens the state of a row holds, and of its window; a row needs its slot besides."""
+        return RowCopies((self.held, *self.windows.values()))

@@ -50,12 +50,12 @@ def test_a_row_moves_with_its_window() -> None:
     for window in found.windows.values():
         window[1] = torch.randn(window[1].shape)
     before = {layer: window[1].clone() for layer, window in found.windows.items()}
-    backup = found.copy_row_out(1)
+    backup = found.row_copies.copy_out(1)
     found.write_row(1, slot=3, tokens=99)
     for window in found.windows.values():
         window[1] = 0
     found.write_row(3, slot=1, tokens=6)
-    found.copy_row_in(3, backup)
+    found.row_copies.copy_in(3, backup)
     assert (int(found.slots[3]), int(found.held[3])) == (1, 5)
     for layer, window in found.windows.items():
         assert torch.equal(window[3], before[layer])
@@ -84,9 +84,9 @@ def test_a_pool_copies_states_between_slots() -> None:
     assert not plane[0].any(), "slot 0 is zeroed"
     assert plane[1:].isnan().all(), "other slots are unchanged"
     plane[1:] = torch.arange(18.0).view(3, 2, 3)
-    backup = pool.copy_state_out(1)
+    backup = pool.state_copies.copy_out(1)
     plane[1] = 0
-    pool.copy_state_in(3, backup)
+    pool.state_copies.copy_in(3, backup)
     assert plane[3].flatten().tolist() == list(range(6))
     assert spec.state_bytes == pool.state_bytes == 24
     assert pool.page_bytes == spec.page_bytes == 2 * 2 * 2 * 4
