@@ -28,6 +28,7 @@ from common.checkpoint.families import FAMILIES, Family
 from common.checkpoint.json_fields import MAX_LAYERS, architecture_of, positive, shown
 from common.checkpoint.layer_norms import PRE_NORM
 from common.checkpoint.mimo_v2_modules import MIMO_V2, mimo_v2_count
+from common.checkpoint.model_files import read_json
 from common.checkpoint.text_part import text_part
 from common.errors import ModelError
 
@@ -125,8 +126,10 @@ def module_config(raw: Mapping[str, Any], count: int, where: str) -> dict[str, A
     return {**flat, **own}
 
 
-def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Return prefixes of checkpoint names that are not the target's. Raises ModelError for too many modules."""
+def module_prefixes(directory: Path) -> tuple[str, ...]:
+    """Return prefixes of a checkpoint's names that are not the target's. Raises ModelError for too many modules."""
+    file = directory / "config.json"
+    raw, where = read_json(file), str(file)
     family = FAMILIES.get(architecture_of(raw) or "")
     if family is not None and _has_qwen_form(family):
         return (f"{QWEN_MODULES}.",)

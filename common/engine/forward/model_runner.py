@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_json
 from common.checkpoint.mtp_format import module_prefixes
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
@@ -86,7 +85,6 @@ def load_model(
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     names = ((piece, layout.language(piece.name)) for piece in model.pieces())
     pieces = (piece._replace(name=renamed.get(name, name)) for piece, name in names)
-    file = Path(path) / "config.json"
-    modules = module_prefixes(read_json(file), str(file))
+    modules = module_prefixes(Path(path))
     load_weights(path, pieces, progress, tied, (*layout.vision_prefixes, *modules))
     return model, config

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_json
 from common.checkpoint.mtp_format import module_prefixes
 from common.checkpoint.qwen_vl_config import MAX_IMAGE_TOKENS, TOWER_DEFAULTS, QwenVision
 from common.engine.attention.segments import Segments, segments_of, takes_flash
@@ -218,8 +217,7 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
     layout = checkpoint_layout(config, path)
     (prefix,) = layout.vision_prefixes
     pieces = (piece._replace(name=f"{prefix}{piece.name}") for piece in part.tower.pieces())
-    file = Path(path) / "config.json"
-    modules = module_prefixes(read_json(file), str(file))
+    modules = module_prefixes(Path(path))
     load_weights(path, pieces, aside=(*layout.language_prefixes, *modules))
     return part
 
