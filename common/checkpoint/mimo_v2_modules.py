@@ -31,7 +31,7 @@ from common.checkpoint.json_fields import (
     shown,
 )
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.model_files import read_tensors
 from common.checkpoint.rope_config import parse_rope
 from common.errors import ModelError
 
@@ -45,12 +45,7 @@ _NAME = re.compile(rf"{re.escape(LISTED)}\.(\d{{1,9}})\.")
 
 def mimo_v2_count(directory: Path, most: int) -> int:
     """Return the number of modules in the weights. Raises ModelError if there are none, or more than `most`."""
-    numbers = {
-        int(found[1])
-        for file in read_weight_files(directory)
-        for name in file.tensors
-        if (found := _NAME.match(name))
-    }
+    numbers = {int(found[1]) for name in read_tensors(directory) if (found := _NAME.match(name))}
     if not numbers:
         raise ModelError(f"{directory}: the weights have no tensors {LISTED}.0.*, so there are no modules")
     if max(numbers) >= most:

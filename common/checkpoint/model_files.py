@@ -10,7 +10,7 @@ from typing import Any
 
 from common.checkpoint.model_directory import MIB, opened, read_bytes
 from common.checkpoint.model_json import MAX_VALUES, parse_json
-from common.checkpoint.safetensors_header import WeightFile, read_header
+from common.checkpoint.safetensors_header import TensorEntry, WeightFile, read_header
 from common.errors import ModelError
 from common.observability.start_progress import progressed
 
@@ -110,6 +110,11 @@ def read_weight_files(directory: Path) -> list[WeightFile]:
                 raise ModelError(f"tensor {name} is in both {owners[name].name} and {file.path.name}")
             owners[name] = file.path
     return files
+
+
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of all weight files by name. Raises ModelError as `read_weight_files` does."""
+    return {name: entry for file in read_weight_files(directory) for name, entry in file.tensors.items()}
 
 
 def _weight_facts(file: WeightFile) -> Iterator[bytes]:

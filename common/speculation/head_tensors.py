@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from common.checkpoint.json_fields import architecture_of
-from common.checkpoint.model_files import foreign_weights, read_weight_files, weight_paths
+from common.checkpoint.model_files import foreign_weights, read_tensors, weight_paths
 from common.errors import ModelError
 from common.speculation.algorithm import Json
 
@@ -21,9 +21,7 @@ EXPERTS = ".mlp.experts."
 
 def tensor_names(directory: Path) -> frozenset[str]:
     """Return the names of all tensors, without `model.` before them. Raises ModelError if there are no weights."""
-    return frozenset(
-        name.removeprefix(PREFIX) for file in read_weight_files(directory) for name in file.tensors
-    )
+    return frozenset(name.removeprefix(PREFIX) for name in read_tensors(directory))
 
 
 def names_if_present(directory: Path) -> frozenset[str]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.model_files import read_weight_files
-from common.checkpoint.safetensors_header import TensorEntry
+from common.checkpoint.model_files import read_tensors
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput
@@ -80,7 +79,7 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
 
     Some files repeat both. Raises ModelError with what does not fit.
     """
-    names = set(_tensors(path))
+    names = set(read_tensors(path))
     check_draft_size(path, draft)
     _check_shared(path, draft, target, ())
     norms = {input_norm(layer) for layer in range(1, draft.model.num_layers)}
@@ -94,7 +93,7 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
 
 def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> Eagle3Head:
     """Build and fill a head that shares missing parts with the target. Raises ModelError with what does not fit."""
-    tensors = _tensors(path)
+    tensors = read_tensors(path)
     names = set(tensors)
     own = _own_parts(names)
     if LM_HEAD in own:
@@ -107,10 +106,6 @@ def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Pla
     _fill(path, head, names)
     _check_d2t(path, head.d2t, draft)
     return _checked(head.eval(), draft, placement, path)
-
-
-def _tensors(path: Path) -> dict[str, TensorEntry]:
-    return {name: entry for file in read_weight_files(path) for name, entry in file.tensors.items()}
 
 
 def _own_parts(names: Collection[str]) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.model_files import read_tensors
 from common.checkpoint.unlisted_products import with_unlisted
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
@@ -56,7 +56,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     check_draft_size(path, draft)
     used = range(draft.model.num_layers)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in used)
-    tensors = {name: entry for file in read_weight_files(path) for name, entry in file.tensors.items()}
+    tensors = read_tensors(path)
     for name in (f"{prefix}{HEAD}.weight" for prefix in prefixes):
         if name in tensors:
             check_head(path, name, tensors, draft.model.weights)

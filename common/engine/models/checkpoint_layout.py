@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.model_files import read_tensors
 from common.checkpoint.qwen_vl_config import QwenVision
 from common.errors import ModelError
 
@@ -42,7 +42,7 @@ class CheckpointLayout:
 def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout:
     """Detect the layout. Reads only headers, and nothing for a model that is published without other parts."""
     if config.text_part and config.vision is None:
-        names = _names(path)
+        names = read_tensors(Path(path))
         llava = LlavaVision.names
         for prefix, head in ((NESTED, ""), (llava.prefix, llava.head)):
             if any(name.startswith(prefix) for name in names):
@@ -53,14 +53,10 @@ def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout
     tower = config.vision.names
     published = CheckpointLayout(tower.prefix, tower.head, tower.parts)
     nested = CheckpointLayout(NESTED, "", tuple(f"model.{part}" for part in tower.parts))
-    names = _names(path)
+    names = read_tensors(Path(path))
     for start, layout in ((tower.mark, published), (NESTED, nested)):
         if any(name.startswith(start) for name in names):
             return layout
     raise ModelError(
         f"{path}: no tensor is called {tower.mark}* or {NESTED}*, as those of {tower.family} checkpoints are"
     )
-
-
-def _names(path: str | Path) -> list[str]:
-    return [name for file in read_weight_files(Path(path)) for name in file.tensors]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.model_files import read_tensors
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.models.checkpoint_layout import CheckpointLayout, checkpoint_layout
@@ -146,8 +146,7 @@ def _by_module_name(path: Path, layout: CheckpointLayout) -> Mapping[str, str]:
     tower, _ = layout.vision_prefixes
     return {
         name.removeprefix(tower).removeprefix("vision_model."): name
-        for file in read_weight_files(path)
-        for name in file.tensors
+        for name in read_tensors(path)
         if name.startswith(tower)
     }
 
