@@ -66,11 +66,11 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import Memory, ReceiverEndpoint, Region, Window
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
-from kv_transfer.transport.loopback.endpoints import LoopbackDescription
 from tests.bench.environment import ROOT, describe
 from tests.bench.scripted_prefill import Script
 from tests.bench.shapes import EAGLE3, LLAMA, Pair, config_of, loaded, pair
 from tests.fakes.fake_link import FakeLink, FakeLinks
+from tests.fakes.loopback import LoopbackDescription
 
 PAGE = 16
 STEPS = 3

@@ -11,8 +11,8 @@ import numpy as np
 from kv_transfer.copy_plan import Copy
 from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import PageList, PageWrite, PeerMemory, Ticket, WriteState
-from kv_transfer.transport.loopback import endpoints as loopback
-from kv_transfer.transport.loopback.endpoints import Fabric, Fault, LoopbackSender
+from tests.fakes import loopback
+from tests.fakes.loopback import Fabric, Fault, LoopbackSender
 from tests.fakes.node_cluster import NodeCluster, Shape
 
 

@@ -83,7 +83,6 @@ from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
-from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node import assemble as prefill_assemble
 from prefill_node import parts as prefill_parts
 from prefill_node.draft import PrefillDraft
@@ -102,6 +101,7 @@ from router.dispatch.answer_states import AnswerStates
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink, FakeLinks
 from tests.fakes.late_graphs import capture_late
+from tests.fakes.loopback import Fabric
 from tests.fakes.plan_wire import WirePromptWorker, WireWorker, wired
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 

@@ -54,13 +54,13 @@ from decode_node.steps import StepSizes, decode_steps
 from kv_transfer.copy_plan import Copy, single_rows
 from kv_transfer.send_order import SendOrder
 from kv_transfer.transport.base import PeerMemory, Ticket
-from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
 from prefill_node.forwards import Forwards
 from prefill_node.host_parts import HostParts, host_prefixes
 from prefill_node.rank_work import PromptRankWork
 from prefill_node.ranked_host import OtherVerdicts, RankHost, StoredByAll
 from prefill_node.step_plan import PromptPlan
 from prefill_node.worker import DeviceWorker as PromptWorker
+from tests.fakes.loopback import Fabric, LoopbackSender
 from tests.fakes.node_cluster import HostShape, NodeCluster, NoDraftModel, Shape
 from tests.fakes.plan_wire import Wire, WirePromptWorker, WireWorker
 from tests.fakes.thread_ranks import thread_groups

@@ -11,8 +11,8 @@ import pytest
 
 from common.node.completion import Deferred
 from kv_transfer.pair_plan import Side
-from kv_transfer.transport.loopback.endpoints import Fault
 from kv_transfer.transport.page_digest import HostDigests
+from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 

@@ -22,9 +22,9 @@ from decode_node.quarantine_wait import MAX_SECONDS
 from decode_node.step import AutoregressiveStep, DecodeSteps
 from kv_transfer.inbound import Inbound
 from kv_transfer.messages import RecordWritten, Slots, encode
-from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.forwards import Forwards
 from prefill_node.request import PrefillRequest
+from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import NodeCluster, Parts, Shape, autoregressive
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference

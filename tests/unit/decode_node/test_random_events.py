@@ -17,8 +17,8 @@ from common.errors import DeadlineExceeded, InvalidRequest
 from common.messages.node_inbox import Abort, FlushCache, PeerDraining, PeerLost
 from common.node.completion import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
-from kv_transfer.transport.loopback.endpoints import Damage, Fault
 from tests.fakes.late_host import late_lanes
+from tests.fakes.loopback import Damage, Fault
 from tests.fakes.node_cluster import Call, DecodeSide, HostShape, NodeCluster, PrefillSide, Shape, Watched
 from tests.fakes.scenarios import SAMPLED, prompt_of
 from tests.fakes.tiny_model import reference

@@ -12,8 +12,8 @@ import pytest
 
 from common.node.completion import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
-from kv_transfer.transport.loopback.endpoints import Damage, Fault
 from tests.fakes.late_host import late_lanes
+from tests.fakes.loopback import Damage, Fault
 from tests.fakes.node_cluster import (
     RETRYABLE,
     Call,

@@ -9,7 +9,7 @@ import pytest
 from common.messages.router_inbox import Failed
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
-from kv_transfer.transport.loopback.endpoints import Fault
+from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 

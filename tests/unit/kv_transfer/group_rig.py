@@ -27,8 +27,8 @@ from kv_transfer.send_order import SendOrder
 from kv_transfer.sender import Sender
 from kv_transfer.sending import PageSender
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node.page_sending import ByChunk
+from tests.fakes.loopback import Fabric
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import LIMITS, Clock
 from tests.unit.kv_transfer.shares import (

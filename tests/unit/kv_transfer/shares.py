@@ -16,8 +16,8 @@ from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.transport.base import Memory, ReceiverEndpoint, ReceiverSetup, SenderEndpoint, SenderSetup
-from kv_transfer.transport.loopback.endpoints import Fabric
 from kv_transfer.transport.transport_registry import make_receiver, make_sender
+from tests.fakes.loopback import Fabric
 from tests.fakes.pools import attention_planes
 from tests.fakes.tiny_model import CONFIG
 from tests.unit.kv_transfer.rig import LIMITS

@@ -13,7 +13,6 @@ from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.description import Description, from_wire, to_wire
-from kv_transfer.transport.loopback.endpoints import LoopbackDescription, LoopbackSender
 from kv_transfer.transport.nixl.kind import NixlDescription
 from kv_transfer.transport.nixl.sender import NixlSender
 from kv_transfer.transport.one_host.process import ProcessIdentity
@@ -21,6 +20,7 @@ from kv_transfer.transport.shm.kind import ShmDescription
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.kind import TcpDescription
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.loopback import LoopbackDescription, LoopbackSender
 
 PROCESS = ProcessIdentity("boot/1", 12, 345)
 TCP = TcpDescription("10.0.0.1", 7, bytes(32))

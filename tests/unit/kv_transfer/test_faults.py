@@ -24,7 +24,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, AbortTransfer, PagesWritten, RecordWritten, SenderFailed, Slots
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback.endpoints import Fabric, Fault
+from tests.fakes.loopback import Fabric, Fault
 from tests.unit.kv_transfer.rig import (
     LIMITS,
     RECORD,

@@ -18,9 +18,9 @@ from kv_transfer.events import PagesFree, PeerRefused, RoomFailed, SlotsGranted,
 from kv_transfer.inbound import MAX_GREETING
 from kv_transfer.messages import Slots
 from kv_transfer.transport.base import PeerMemory, Target
-from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.loopback import Fabric, LoopbackSender
 from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, layout, send_all
 

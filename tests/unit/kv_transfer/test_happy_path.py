@@ -13,7 +13,6 @@ import pytest
 from common.errors import ConfigError
 from kv_transfer.events import Arrived, Delivered, ReceiverEvent, RoomFailed, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord, unpack_checksums
-from kv_transfer.transport.loopback.endpoints import Fabric
 from kv_transfer.transport.nixl.agent import load_library
 from kv_transfer.transport.nixl.receiver import NixlReceiver
 from kv_transfer.transport.nixl.sender import NixlSender
@@ -22,6 +21,7 @@ from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.fake_nixl import FakeNixl
+from tests.fakes.loopback import Fabric
 from tests.fakes.waiting import until
 from tests.unit.kv_transfer.rig import LIMITS, Clock, Decode, Prefill, same_pages, send_all
 

@@ -29,7 +29,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
+from tests.fakes.loopback import Damage, Fabric, Fault
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill, same_pages
 
 POOL = 7

@@ -21,11 +21,11 @@ from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint
-from kv_transfer.transport.loopback.endpoints import Fault
 from kv_transfer.transport.nixl.sender import NixlSender
 from kv_transfer.transport.shm.receiver import ShmReceiver
 from kv_transfer.transport.shm.sender import ShmSender
 from kv_transfer.transport.tcp.sender import TcpSender
+from tests.fakes.loopback import Fault
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill, layout, page_bytes, same_pages
 from tests.unit.kv_transfer.test_faults import Rig
 

@@ -13,7 +13,7 @@ from common.errors import Overloaded, Unavailable
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, TransferLost
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback.endpoints import Damage, Fault
+from tests.fakes.loopback import Damage, Fault
 from tests.unit.kv_transfer.group_rig import Nodes
 from tests.unit.kv_transfer.shares import DST, DST_PAGES, FAMILIES, SRC, TOKENS, share, view, whole_planes
 

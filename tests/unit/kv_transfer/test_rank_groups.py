@@ -35,8 +35,8 @@ from kv_transfer.events import (
 from kv_transfer.heartbeats import MIN_ANNOUNCED_SECONDS
 from kv_transfer.ranks.receiver_messages import RankArrived
 from kv_transfer.ranks.sender_messages import RankDelivered
-from kv_transfer.transport.loopback.endpoints import Fault
 from tests.fakes import covering
+from tests.fakes.loopback import Fault
 from tests.unit.kv_transfer.group_rig import RECORD, RECORD_SLOTS, Nodes
 from tests.unit.kv_transfer.rig import LIMITS
 from tests.unit.kv_transfer.shares import DST, FAMILIES, PAIRS, SRC, TOKENS, expect_shares, whole_planes

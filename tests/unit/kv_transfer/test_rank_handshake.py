@@ -14,7 +14,7 @@ from common.messages.identity import rank_incarnation, routing_id
 from kv_transfer import messages
 from kv_transfer.events import Arrived, PagesFree, PeerRefused, RoomFailed
 from kv_transfer.messages import Hello
-from kv_transfer.transport.loopback.endpoints import Fabric
+from tests.fakes.loopback import Fabric
 from tests.unit.kv_transfer.group_rig import Nodes
 from tests.unit.kv_transfer.rig import Clock, Decode, Prefill
 from tests.unit.kv_transfer.shares import DST, FAMILIES, TOKENS, layout, whole_planes

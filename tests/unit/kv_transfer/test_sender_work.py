@@ -10,7 +10,7 @@ import pytest
 from kv_transfer.events import Delivered, TransferLost
 from kv_transfer.messages import ToReceiver
 from kv_transfer.outbound import Outbound
-from kv_transfer.transport.loopback.endpoints import Fabric
+from tests.fakes.loopback import Fabric
 from tests.unit.kv_transfer.rig import Clock, Decode, Prefill, same_pages, send_all
 
 

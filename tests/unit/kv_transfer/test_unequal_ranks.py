@@ -17,8 +17,8 @@ from common.kv_cache.pool_spec import PoolSpec
 from common.messages.identity import rank_incarnation
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
-from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
 from tests.fakes import covering
+from tests.fakes.loopback import Damage, Fabric, Fault
 from tests.fakes.pools import attention_planes
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import RECORD, Clock, Decode, Prefill

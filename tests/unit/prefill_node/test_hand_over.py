@@ -9,9 +9,9 @@ import pytest
 
 from common.messages.router_inbox import FirstToken, PrefillDone
 from kv_transfer.busy_rooms import LONGEST, SHORTEST
-from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.absent_peers import ABSENT_SECONDS, LOOK_SECONDS
 from prefill_node.node import WATCH_INTERVAL
+from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import reference

@@ -16,9 +16,9 @@ from common.engine.attention.paged import PagedAttention
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from kv_transfer.transport.base import Region
-from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.graphs import prompt_graphs
 from tests.fakes.draft_models import eager_drafts, observed
+from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape, Watched
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from kv_transfer.transport.loopback.endpoints import Fault, LoopbackSender
 from tests.fakes.draft_models import observed
+from tests.fakes.loopback import Fault, LoopbackSender
 from tests.fakes.node_cluster import NodeCluster, Watched
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.unit.prefill_node.test_page_sending import SHAPE, TARGET_PLANES, submit, watched

@@ -18,7 +18,6 @@ import pytest
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Arrived, Delivered
 from kv_transfer.send_order import SendOrder
-from kv_transfer.transport.loopback.endpoints import LoopbackSender
 from prefill_node.page_sending import (
     ByChunk,
     ByLayer,
@@ -30,6 +29,7 @@ from prefill_node.page_sending import (
 )
 from prefill_node.rank import SendingService
 from prefill_node.step_plan import PromptPlan
+from tests.fakes.loopback import LoopbackSender
 from tests.unit.kv_transfer.group_rig import RECORD, Nodes
 from tests.unit.kv_transfer.shares import (
     DST,

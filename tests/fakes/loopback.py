@@ -1,4 +1,4 @@
-"""A fabric that connects endpoints of one process, and the faults of its writes.
+"""A transport within one process, with scripted faults: a fabric connects its endpoints, for tests of what uses one.
 
 Writes land when they are due on the fabric's clock, per pair in the order of posting. The n-th write of the fabric
 (from 0, records included) suffers the fault that the plan assigns to it.

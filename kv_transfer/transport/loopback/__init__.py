@@ -1,1 +1,0 @@
-"""A transport within one process with scripted faults, for tests of everything above transports."""
