@@ -88,9 +88,20 @@ class TlsHandshakes:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if turn.cancelled():
+                self._forget_turn(client, turn)
+            else:
                 self._give_slot_back()
             raise
+
+    def _forget_turn(self, client: str, turn: asyncio.Future[None]) -> None:
+        """Let nobody make room for a connection that waits no longer."""
+        turns = self._waiting.get(client, deque())
+        # It may have been passed over already.
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
 
     def _give_slot_back(self) -> None:
         """Pass the slot on to the next client that waits."""

@@ -188,6 +188,24 @@ async def test_a_handshake_that_stays_silent_makes_room(monkeypatch: pytest.Monk
         await crowd.end()
 
 
+async def test_nobody_makes_room_for_a_connection_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLOTS", 1), ("SLOT_SECONDS", 0.02)):
+        monkeypatch.setattr(module, name, value)
+    handshakes = TlsHandshakes()
+    with Pairs() as pairs:
+        crowd = Crowd(handshakes, pairs)
+        crowd.add("slow", hello())
+        await crowd.begun_are(1)
+        crowd.add("leaves", hello())
+        await eventually(lambda: handshakes.waits("leaves"))
+        crowd.tasks[1].cancel()
+        await settle()
+        assert not handshakes.waits("leaves")
+        await asyncio.sleep(0.05)
+        assert done(crowd.tasks) == [False, True]
+        await crowd.end()
+
+
 async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING", 3)
     handshakes = TlsHandshakes()
