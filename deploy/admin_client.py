@@ -31,7 +31,8 @@ def ask(
     target: str,
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
-    timeout: float = 5.0,
+    *,
+    timeout: float,
 ) -> tuple[int, bytes]:
     """Send a request; return (status, body). Raises OSError or HTTPException if the router does not answer."""
     connection = _SocketConnection(path, timeout)

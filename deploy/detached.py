@@ -39,7 +39,7 @@ def start_detached(
     cluster: Path,
     overrides: Sequence[str],
     report: Callable[[str], None],
-    keeps: Sequence[int] = (),
+    keeps: Sequence[int],
 ) -> Started:
     """Start the cluster and return once it is ready; an interrupt ends the supervisor, too.
 

@@ -41,7 +41,7 @@ WATCH_INTERVAL = 0.1  # seconds between two checks of the processes
 DISK_INTERVAL = 1.0  # seconds between two checks of the disk, and between attempts to write the table
 
 
-def local_url(host: str, port: int, scheme: str = "http") -> str:
+def local_url(host: str, port: int, scheme: str) -> str:
     """Return the URL at which this host reaches a server that binds to `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -239,7 +239,9 @@ class Supervisor:
         while True:
             self._check_children()
             try:
-                status, raw = ask(self._admin_socket, "POST", "/v1/completions", body, headers, PROBE_TIMEOUT)
+                status, raw = ask(
+                    self._admin_socket, "POST", "/v1/completions", body, headers, timeout=PROBE_TIMEOUT
+                )
                 problem = f"the probe request got status {status}: {raw[:300].decode(errors='replace')}"
                 if status == 200:
                     answer = msgspec.json.decode(raw)

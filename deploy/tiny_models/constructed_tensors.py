@@ -69,7 +69,7 @@ class TargetTensors:
         shape: Shape,
         seed: int,
         device: torch.device,
-        marks: Drafting | None = None,
+        marks: Drafting | None,
     ) -> None:
         if config.tie_word_embeddings:
             raise ValueError("a target whose LM head is its embedding cannot be constructed")

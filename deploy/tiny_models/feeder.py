@@ -13,7 +13,7 @@ from multiprocessing.queues import Queue
 
 from tokenizers import Tokenizer
 
-from deploy.tiny_models.corpus import DocumentSource, Source, Windows
+from deploy.tiny_models.corpus import Source, Windows
 
 QUEUED_BATCHES = 64
 FIRST_BATCH_SECONDS = 60.0
@@ -32,7 +32,7 @@ def feed(
     seed: int,
     batch_tokens: int,
     workers: int,
-    source: type[Source] = DocumentSource,
+    source: type[Source],
 ) -> Iterator[Iterator[Windows | None]]:
     """Yield batches from `workers` processes, which end with the context; None when no batch is waiting.
 

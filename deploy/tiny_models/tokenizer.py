@@ -56,7 +56,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build(vocab_size: int = VOCAB_SIZE, sample: int = 8000) -> Tokenizer:
+def build(sample: int = 8000) -> Tokenizer:
     """Train the BPE on problems of the training split.
 
     Questions and answers are passed separately: the text between two shots never occurs, so no merge can span it and
@@ -68,7 +68,7 @@ def build(vocab_size: int = VOCAB_SIZE, sample: int = 8000) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -9,6 +9,7 @@ the evaluation. torch is imported inside `main`, because the worker processes im
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +23,13 @@ DEFAULT_OUT = Path(__file__).parent / "tiny-target"
 EVAL_SHARE = 0.15  # share of the time that is kept for the evaluation and for saving
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = training_parser(__doc__, DEFAULT_OUT, "the model", minutes=6.0, seed=1)
     parser.add_argument("--eval-count", type=int, help="problems per suite; default 1000 on CUDA, 40 on CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile; falls back when it fails")
     parser.add_argument("--lean", action="store_true", help="7 files: without special_tokens_map.json")
-    return parser.parse_args(argv)
+    return parser.parse_args(given)
 
 
 def suites(count: int) -> list[Suite]:
@@ -46,10 +47,11 @@ def suites(count: int) -> list[Suite]:
     ]
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Train, save, evaluate, write the card."""
     begun = time.monotonic()
-    args = arguments(argv)
+    given = sys.argv[1:]
+    args = arguments(given)
     from deploy.tiny_models import checkpoint, model_card, tokenizer
     from deploy.tiny_models.greedy_eval import evaluate
     from deploy.tiny_models.trainer import replayed, train
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint.save(args.out, model, config, vocabulary)
     if args.lean:
         (args.out / "special_tokens_map.json").unlink()
-    command = shown_command("deploy.tiny_models.train_target", argv, args.out, args.out.name)
+    command = shown_command("deploy.tiny_models.train_target", given, args.out, args.out.name)
     card = model_card.Card(params, outcome, model_card.machine(device), command)
     model_card.write(args.out, card, [])  # before the evaluation: a time limit must not lose the weights
     scores = []

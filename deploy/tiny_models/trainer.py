@@ -22,6 +22,9 @@ from deploy.tiny_models.training_loop import (
     weighted_loss,
 )
 
+WARM_UP_BATCHES = 8
+KEPT_BATCHES = 4000  # that may be repeated
+
 
 def train(model: LanguageModel, batches: Iterator[Windows], settings: Settings) -> Outcome:
     """Train in place for `settings.seconds`. The clock starts after one untimed pass per window length."""
@@ -52,10 +55,10 @@ class _Forward:
         logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
         return logits
 
-    def warm_up(self, batches: Iterator[Windows], tries: int = 8) -> None:
+    def warm_up(self, batches: Iterator[Windows]) -> None:
         """Run one pass for each window length among the first batches; if compiling fails, continue without it."""
         seen: set[tuple[int, ...]] = set()
-        for _ in range(tries):
+        for _ in range(WARM_UP_BATCHES):
             batch = next(batches)
             if batch.ids.shape in seen:
                 continue
@@ -86,10 +89,9 @@ def replayed(
 class Replay:
     """Yields fresh batches while there are any (None means none is ready), otherwise repeats an earlier one."""
 
-    def __init__(self, batches: Iterator[Windows | None], seed: int, keep: int = 4000) -> None:
+    def __init__(self, batches: Iterator[Windows | None], seed: int) -> None:
         self._batches = batches
         self._rng = random.Random(seed)
-        self._keep = keep
         self._kept: list[Windows] = []
         self.fresh = 0
         self.again = 0
@@ -103,8 +105,8 @@ class Replay:
             self.again += 1
             return self._rng.choice(self._kept)
         self.fresh += 1
-        if len(self._kept) < self._keep:
+        if len(self._kept) < KEPT_BATCHES:
             self._kept.append(batch)
         else:
-            self._kept[self._rng.randrange(self._keep)] = batch
+            self._kept[self._rng.randrange(KEPT_BATCHES)] = batch
         return batch

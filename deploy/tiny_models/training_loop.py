@@ -63,6 +63,13 @@ class Outcome:
     first_loss: float
 
 
+def device_of(name: str) -> torch.device:
+    """Resolve `--device` on this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def rate_at(progress: float) -> float:
     """Return the learning rate relative to its peak, after a share `progress` of the time."""
     if progress < WARM_UP:

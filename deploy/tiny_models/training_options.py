@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +37,7 @@ def training_parser(
 
 def training_of(args: argparse.Namespace) -> Training:
     """Return the parameters that a parsed command line gives, with the defaults of its device."""
-    from deploy.tiny_models.drafts.train_one import device_of
-    from deploy.tiny_models.training_loop import Training
+    from deploy.tiny_models.training_loop import Training, device_of
 
     device = device_of(args.device)
     return Training(
@@ -51,7 +49,7 @@ def training_of(args: argparse.Namespace) -> Training:
     )
 
 
-def shown_command(program: str, argv: list[str] | None, out: Path, name: str = "OUT") -> str:
+def shown_command(program: str, given: list[str], out: Path, name: str = "OUT") -> str:
     """Return the command that a model card shows, with `name` in place of this machine's directory."""
-    given = [name if word == str(out) else word for word in (argv or sys.argv[1:])]
-    return shlex.join(["python3", "-m", program, *given])
+    shown = [name if word == str(out) else word for word in given]
+    return shlex.join(["python3", "-m", program, *shown])

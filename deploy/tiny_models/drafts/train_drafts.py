@@ -15,7 +15,8 @@ import sys
 from threading import Thread
 
 from deploy.tiny_models.drafts.shapes import Kind
-from deploy.tiny_models.drafts.train_one import arguments, device_of
+from deploy.tiny_models.drafts.train_one import arguments
+from deploy.tiny_models.training_loop import device_of
 
 _CHILD = "from deploy.tiny_models.drafts.train_one import main; main()"
 

@@ -7,7 +7,6 @@ again, and importing torch in each of them would take longer than the work.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,8 @@ from deploy.tiny_models.drafts.shapes import (
     draft_config,
 )
 from deploy.tiny_models.trainer import replayed
-from deploy.tiny_models.training_loop import Settings
+from deploy.tiny_models.training_loop import Settings, device_of
+from deploy.tiny_models.training_options import shown_command
 
 OUT = TARGET.parent
 MEASURE_SHARE = 0.2  # share of the time that is kept for start-up, measuring and saving
@@ -52,13 +52,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="processes that make data, for each draft")
     parser.add_argument("--count", type=int, help="problems per suite; default 500 on CUDA, 8 on CPU")
     return parser.parse_args(argv)
-
-
-def device_of(name: str) -> torch.device:
-    """Resolve `--device` on this machine."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def unrolled_steps(kind: Kind) -> int:
@@ -105,5 +98,4 @@ def main() -> None:
     """Train the only kind in `--only`."""
     args = arguments()
     (kind,) = args.only
-    shown = ["OUT" if word == str(args.out) else word for word in sys.argv[1:]]
-    train_one(kind, args, shlex.join(["python3", "-m", "deploy.tiny_models.drafts.train_drafts", *shown]))
+    train_one(kind, args, shown_command("deploy.tiny_models.drafts.train_drafts", sys.argv[1:], args.out))

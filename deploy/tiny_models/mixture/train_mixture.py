@@ -9,6 +9,7 @@ the measurements. torch is imported inside `main`, because the worker processes 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -21,17 +22,18 @@ STEPS = 4  # draft steps that are unrolled in training: one module runs at each
 MEASURED_STEPS = (1, 3)
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = training_parser(__doc__, OUT, "tiny-FAMILY and tiny-FAMILY-eagle3", minutes=10.0, seed=21)
     parser.add_argument("--family", choices=("hybrid", "moe"), required=True)
     parser.add_argument("--count", type=int, help="problems per suite; default 500 on CUDA, 8 on CPU")
-    return parser.parse_args(argv)
+    return parser.parse_args(given)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Train, save and measure one part after the other."""
-    args = arguments(argv)
+    given = sys.argv[1:]
+    args = arguments(given)
     import torch
 
     from deploy.tiny_models import tokenizer
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         training=training,
         count=args.count or (500 if training.device.type == "cuda" else 8),
         vocabulary=tokenizer.build(),
-        command=shown_command("deploy.tiny_models.mixture.train_mixture", argv, args.out),
+        command=shown_command("deploy.tiny_models.mixture.train_mixture", given, args.out),
     )
     begun, seconds = time.monotonic(), args.minutes * 60
     target = run.train_target(seconds * TARGET_SHARE, args.smoke)

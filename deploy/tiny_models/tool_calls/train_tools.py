@@ -9,6 +9,7 @@ the measurements. torch is imported inside `main`, because the worker processes 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -19,16 +20,17 @@ OUT = Path(__file__).parent.parent  # receives the three directories
 TARGET_SHARE, EAGLE3_SHARE, STANDALONE_SHARE = 0.58, 0.14, 0.1
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(given: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = training_parser(__doc__, OUT, "tiny-tools and tiny-tools-KIND", minutes=6.0, seed=31)
     parser.add_argument("--count", type=int, help="conversations per suite; default 500 on CUDA, 8 on CPU")
-    return parser.parse_args(argv)
+    return parser.parse_args(given)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Train, save and measure one part after the other."""
-    args = arguments(argv)
+    given = sys.argv[1:]
+    args = arguments(given)
     import torch
 
     from deploy.tiny_models.tool_calls import vocabulary
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         training=training,
         count=args.count or (500 if training.device.type == "cuda" else 8),
         vocabulary=vocabulary.build(),
-        command=shown_command("deploy.tiny_models.tool_calls.train_tools", argv, args.out),
+        command=shown_command("deploy.tiny_models.tool_calls.train_tools", given, args.out),
     )
     target = run.train_target(seconds * TARGET_SHARE, args.smoke)
     scores = run.score(target)

@@ -31,7 +31,7 @@ MAX_POSITIONS = 4096
 PIECES = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 
 
-def build(vocab_size: int = VOCAB_SIZE, sample: int = 4000) -> Tokenizer:
+def build(sample: int = 4000) -> Tokenizer:
     """Train the BPE on conversations of the training split."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +42,7 @@ def build(vocab_size: int = VOCAB_SIZE, sample: int = 4000) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(text, normalized=False) for text in (*CONTROL, *MARKERS)],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

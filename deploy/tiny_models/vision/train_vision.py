@@ -41,7 +41,7 @@ REST_SECONDS = 55.0  # start-up, data and measurements, on CUDA
 AUX_LAYERS = (1, 2, 3)
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,7 +56,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-count", type=int, default=2_000, help="held-out questions")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--smoke", action="store_true", help="a smaller shape, to try the program")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def vision_draft_config(config: dict[str, object]) -> dict[str, object]:

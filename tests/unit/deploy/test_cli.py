@@ -530,7 +530,7 @@ def test_the_lock_of_a_file_that_was_removed_is_not_enough(
     ],
 )
 def test_where_the_router_is_reached_from_here(host: str, url: str) -> None:
-    assert local_url(host, 8000) == url
+    assert local_url(host, 8000, "http") == url
     assert local_url(host, 8000, "https") == url.replace("http:", "https:")
 
 

@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from deploy.tiny_models import tokenizer
+from deploy.tiny_models.corpus import DocumentSource
 from deploy.tiny_models.feeder import feed
 
 
@@ -16,7 +17,9 @@ def _children() -> list[multiprocessing.process.BaseProcess]:
 
 
 def test_batches_arrive_and_the_workers_end_with_the_context() -> None:
-    with feed(tokenizer.build(sample=500), seed=1, batch_tokens=512, workers=1) as batches:
+    with feed(
+        tokenizer.build(sample=500), seed=1, batch_tokens=512, workers=1, source=DocumentSource
+    ) as batches:
         first = next(batches)
         assert first is not None
         assert first.ids.shape == first.weights.shape
@@ -26,6 +29,8 @@ def test_batches_arrive_and_the_workers_end_with_the_context() -> None:
 
 def test_dead_workers_are_an_error() -> None:
     nonsense = cast(int, "many")
-    feeding = feed(tokenizer.build(sample=500), seed=1, batch_tokens=nonsense, workers=1)
+    feeding = feed(
+        tokenizer.build(sample=500), seed=1, batch_tokens=nonsense, workers=1, source=DocumentSource
+    )
     with feeding as batches, pytest.raises(RuntimeError, match="has died"):
         next(batches)
