@@ -23,7 +23,7 @@ from common.errors import (
 )
 from common.messages.generation import FINISH_STOP
 from common.messages.identity import new_room
-from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.event_log import EventLog
 from common.observability.logs import Log
 from router.dispatch.admission import Admission, NodeRoom
 from router.dispatch.attempt import Attempt
@@ -71,7 +71,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         log: Log,
         health: NodeHealth,
-        events: EventLog = NO_EVENTS,
+        events: EventLog,
     ) -> None:
         """`send_all` sends messages to a node, as the outbox does. `health` is what `placer` considers."""
         self._registry = registry

@@ -161,7 +161,7 @@ class PrefixIndex:
                 if block in node.used:
                     node.used.move_to_end(block)
 
-    def remove(self, incarnation: str, blocks: Sequence[int], source: str = PLACED) -> None:
+    def remove(self, incarnation: str, blocks: Sequence[int], source: str) -> None:
         """Note that a node no longer holds these blocks; unknown ones are ignored."""
         node = self._nodes.get((incarnation, source))
         if node is not None:

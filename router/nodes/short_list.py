@@ -51,7 +51,7 @@ class ShortLists:
         matches: PrefixMatches,
         prompt: PlacedPrompt,
         session_nodes: Sequence[str],
-        accepts: Accepts = any_node,
+        accepts: Accepts,
     ) -> list[Node]:
         """Return one or two prefill nodes. `session_nodes`: incarnations of the nodes of the prompt's session."""
         tokens = prompt.tokens
@@ -82,7 +82,7 @@ class ShortLists:
         prompt: PlacedPrompt,
         session_nodes: Sequence[str],
         prefill: Node,
-        accepts: Accepts = any_node,
+        accepts: Accepts,
     ) -> Sequence[Node]:
         """Return one or two decode nodes for a prompt that is computed on `prefill`.
 
@@ -119,7 +119,7 @@ class ShortLists:
                 return [(node, matches.blocks(node.incarnation) * self._block_tokens), *holders]
         return holders
 
-    def holders(self, matches: PrefixMatches, accepts: Accepts = any_node) -> list[tuple[Node, int]]:
+    def holders(self, matches: PrefixMatches, accepts: Accepts) -> list[tuple[Node, int]]:
         """Return nodes that hold a part of the prompt, and how many tokens; those with the longest parts first.
 
         A node of which several sources know may be there twice.

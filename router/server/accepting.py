@@ -19,6 +19,7 @@ from router.server.connections import ConnectionLimit
 from router.server.handshakes import TlsHandshakes
 
 ACCEPTED_PER_TURN = 8  # per listening socket
+HANDSHAKE_SECONDS = 10.0
 
 
 class ConnectionAcceptor:
@@ -30,8 +31,8 @@ class ConnectionAcceptor:
         protocol: Callable[[], asyncio.BaseProtocol],
         log: Log,
         context: ssl.SSLContext | None = None,
-        handshake_seconds: float = 10.0,
         limit: ConnectionLimit | None = None,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         """Take ownership of `sockets`, which are bound and listen.
 

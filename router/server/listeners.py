@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,7 +16,6 @@ from typing import cast
 from aiohttp import web
 
 from common.errors import ConfigError
-from common.messages.identity import ROUTER_NAME
 from common.observability.logs import Log
 from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
@@ -34,7 +33,6 @@ from router.server.sockets import BACKLOG, TlsFiles, owner_socket
 AddRoutes = Callable[[web.Application], None]
 
 BIND_SECONDS = 5.0  # how long to retry a port in use: the previous router may still be shutting down
-HANDSHAKE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,12 @@ class HttpPlan:
     keys: KeyFile | None
     limit: ConnectionLimit  # for all listeners but the admin socket
     body_bytes: int  # the largest accepted body
-    name: str = ROUTER_NAME  # of this process
+    name: str  # of this process
     # The Unix socket of this process, if several router processes listen at these addresses; None: it is the only one.
-    own_socket: Path | None = None
-    peers: Mapping[str, Path] = field(default_factory=dict)  # the sockets of the others on this host, by name
-    ledger: SharedLedger | None = None  # of the use of API keys by all of them
-    connection_log: ConnectionLog | None = None  # of `limit`
+    own_socket: Path | None
+    peers: Mapping[str, Path]  # the sockets of the others on this host, by name
+    ledger: SharedLedger | None  # of the use of API keys by all of them
+    connection_log: ConnectionLog  # of `limit`
 
 
 class HttpListeners:
@@ -175,8 +173,7 @@ class HttpListeners:
             self.plan.own_socket.unlink(missing_ok=True)
         if self.plan.ledger is not None:
             self.plan.ledger.close()
-        if self.plan.connection_log is not None:
-            self.plan.connection_log.close()
+        self.plan.connection_log.close()
 
     async def _serve_unix(self, runner: web.AppRunner, listener: socket.socket) -> None:
         listener.listen(BACKLOG)
@@ -248,7 +245,7 @@ class _Site(web.BaseSite):
         await super().start()
         assert self._runner.server is not None
         acceptor = ConnectionAcceptor(
-            self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS, self._limit
+            self._sockets, self._runner.server, self._log, self._ssl_context, self._limit
         )
         self._acceptor = acceptor
         # aiohttp uses only `sockets`, `close` and `wait_closed` of it.

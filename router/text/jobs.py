@@ -39,7 +39,7 @@ class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     add_special_tokens: bool
     length: PromptLength
-    end: PromptEnd = PromptEnd.GENERATION_PROMPT
+    end: PromptEnd
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -90,7 +90,7 @@ class TextService:
         given: ChatInput,
         add_special_tokens: bool,
         length: PromptLength,
-        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
+        end: PromptEnd,
     ) -> array[int]:
         """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
         payload = msgspec.msgpack.encode(given)

@@ -23,7 +23,7 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str, armed: bool = True) -> str:
+    def push(self, piece: str, armed: bool) -> str:
         """Return the text that cannot be part of a stop string any more. Nothing may be pushed after a match.
 
         A stop string that is completed while not `armed` is ordinary text, but one that begins there may be completed

@@ -31,6 +31,7 @@ import msgspec
 from common.kv_cache.block_hashes import chain_start, token_bytes
 from common.messages.generation import SamplingParams
 from common.messages.identity import Role
+from common.observability.event_log import NO_EVENTS
 from common.observability.logs import Log
 from deploy.load_generator.trace import TraceRequest, read_trace
 from router.dispatch.dispatcher import Dispatcher
@@ -197,7 +198,9 @@ class Simulation:
             requests_per_node=1 << 20,
         )
         self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
-        dispatcher = Dispatcher(cluster.registry, placer, self._send_all, limits, self.metrics, log, health)
+        dispatcher = Dispatcher(
+            cluster.registry, placer, self._send_all, limits, self.metrics, log, health, NO_EVENTS
+        )
         cluster.dispatchers.append(dispatcher)
         if history.reported.roles:
             cluster.reported.append(history.reported)

@@ -106,7 +106,7 @@ def test_a_lost_node_and_a_flush_leave_nothing() -> None:
     assert held(known, [1, 2], "a", "b") == [0, 1]
     known.add("c", [1, 2], MANY)
     assert held(known, [1, 2], "a", "b", "c") == [0, 1, 2], "the bit of a lost node is free again"
-    known.remove("c", [2, 5])
+    known.remove("c", [2, 5], PLACED)
     assert held(known, [1, 2], "c") == [1]
     known.add("c", [7], MANY, "GPU")
     known.clear(PLACED)
@@ -134,7 +134,7 @@ def test_of_several_sources_the_longest_prefix_counts() -> None:
     known.add("a", [1, 2], MANY, "GPU")
     known.add("b", [1], MANY, "CPU")
     assert held(known, [1, 2, 3], "a", "b") == [3, 1]
-    known.remove("a", [1, 2, 3])
+    known.remove("a", [1, 2, 3], PLACED)
     assert held(known, [1, 2, 3], "a") == [2]
     known.forget("a", "GPU")
     assert held(known, [1, 2, 3], "a", "b") == [0, 1]

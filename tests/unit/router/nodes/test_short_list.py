@@ -15,7 +15,7 @@ from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, pr
 from router.nodes.placer import Placer
 from router.nodes.prompt_times import PromptTime
 from router.nodes.registry import Node, NodeRegistry
-from router.nodes.short_list import LONGEST_MATCHES, ShortLists
+from router.nodes.short_list import LONGEST_MATCHES, ShortLists, any_node
 from tests.fakes.clock import Clock
 from tests.unit.router.nodes.test_registry import register
 
@@ -88,12 +88,16 @@ class Fleet:
 
     def prefill(self, sample: list[Node], session_nodes: tuple[str, ...] = ()) -> list[Node]:
         prompt = self.prompt()
-        return [*self.lists.prefill(sample, self.history.matches("prefill", prompt), prompt, session_nodes)]
+        return [
+            *self.lists.prefill(
+                sample, self.history.matches("prefill", prompt), prompt, session_nodes, any_node
+            )
+        ]
 
     def decode(self, sample: list[Node], session_nodes: tuple[str, ...] = ()) -> list[Node]:
         prompt = self.prompt()
         matches = self.history.matches("decode", prompt)
-        return [*self.lists.decode(sample, matches, prompt, session_nodes, self.prefills[0])]
+        return [*self.lists.decode(sample, matches, prompt, session_nodes, self.prefills[0], any_node)]
 
 
 def test_the_shortest_queue_of_equally_fast_nodes_is_taken() -> None:
@@ -144,12 +148,12 @@ def test_few_holders_are_looked_at() -> None:
     for number, node in enumerate(fleet.decodes):
         fleet.holds(node, 64 * (number + 1))
     prompt = fleet.prompt()
-    found = fleet.lists.holders(fleet.history.matches("decode", prompt))
+    found = fleet.lists.holders(fleet.history.matches("decode", prompt), any_node)
     longest = [(node, 64 * (number + 1)) for number, node in enumerate(fleet.decodes)][::-1]
     # Every prompt for a prefill node was placed with the last decode node, none for the others.
     assert found == longest[:LONGEST_MATCHES]
     fleet.registry.unreachable(fleet.decodes[-1])
-    found = fleet.lists.holders(fleet.history.matches("decode", prompt))
+    found = fleet.lists.holders(fleet.history.matches("decode", prompt), any_node)
     assert found == longest[1 : LONGEST_MATCHES + 1], "one that cannot be reached is passed over"
 
 

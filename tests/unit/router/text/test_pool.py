@@ -30,6 +30,7 @@ from router.requests.chat_input import ChatInput
 from router.requests.field_rules import UnknownFields
 from router.requests.openai_schema import Message
 from router.requests.prompt_length import PromptLength
+from router.templates.prompt_end import PromptEnd
 from router.text import pool as text_pool
 from router.text.channel import TextChannel, start_worker
 from router.text.jobs import (
@@ -52,7 +53,7 @@ from tests.unit.router.conftest import SERVED, TINY
 
 HI = [Message("user", "hi")]
 LENGTH = PromptLength(4096)
-CHAT = RenderChat(False, LENGTH)
+CHAT = RenderChat(False, LENGTH, PromptEnd.GENERATION_PROMPT)
 TEXTS = EncodeTexts(False, PromptLength(1 << 30), ("prompt",))
 Open = Callable[..., Awaitable[WorkerLane]]
 
@@ -172,10 +173,12 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
         there = TextService(pool, tokenizer, UnknownFields(Log("test")))
         for service in (here, there):
             assert tokenizer.decode(
-                await service.chat_prompt(ChatInput(HI), False, LENGTH), False
+                await service.chat_prompt(ChatInput(HI), False, LENGTH, PromptEnd.GENERATION_PROMPT), False
             ).startswith("<|bos|>")
             with pytest.raises(InvalidRequest, match="unknown role nobody") as found:
-                await service.chat_prompt(ChatInput([Message("nobody", "x")]), False, LENGTH)
+                await service.chat_prompt(
+                    ChatInput([Message("nobody", "x")]), False, LENGTH, PromptEnd.GENERATION_PROMPT
+                )
             assert found.value.param == "messages"
         texts = ["a b c " * 2000, "x", "é" * 50_000]
         fields = ["prompt[0]", "prompt[1]", "prompt[2]"]
