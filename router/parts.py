@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import zmq
 
-from common.errors import ConfigError
 from common.ipc import LinkSecurity
 from common.messages.identity import Role
-from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.event_log import EventLog
 from common.observability.logs import Log
 from router.dispatch.limits import DispatchLimits
 from router.images.loader import ImageLoader
-from router.metrics.router_metrics import MAX_MODEL_LEN
 from router.nodes.placement import PlacementPolicy
-from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
+from router.nodes.placement_rules import PlacementRules
 from router.nodes.registration import RegistrationRules
 from router.process.spawner import Spawner
 from router.text.pool import TextPool
 from router.text.service import TextService
 from router.tokens.tokenizer import Tokenizer
-from router.tracing.traces import NO_TRACES, Traces
+from router.tracing.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,7 @@ class Dispatching:
     limits: DispatchLimits
     drain_timeout: float  # seconds that requests in flight get when the router ends
     rng: Random  # draws samples of many nodes
-    placement: PlacementRules = DEFAULT_RULES
-
-
-def no_directory() -> Path:
-    """Raise ConfigError: a router that tests compose has no run directory."""
-    raise ConfigError("process.run_dir", "this router has none")
+    placement: PlacementRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +77,13 @@ class Observation:
 
     log: Log
     model: str  # name of the model in metrics
-    events: EventLog = NO_EVENTS
-    config: Mapping[str, Any] = field(default_factory=dict)  # the configuration, as /server_info shows it
-    clock: Callable[[], float] = time.monotonic
-    max_model_len: int = MAX_MODEL_LEN  # bounds of histograms of tokens go up to it
-    traces: Traces = NO_TRACES
+    events: EventLog
+    config: Mapping[str, Any]  # the configuration, as /server_info shows it
+    max_model_len: int  # bounds of histograms of tokens go up to it
+    traces: Traces
     # The directory of profiles of this process; raises ConfigError.
-    profiles: Callable[[], Path] = no_directory
+    profiles: Callable[[], Path]
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import Metric
@@ -26,7 +25,6 @@ from router.nodes.registry import Node
 
 # Nodes whose series are made together: the largest family of one has some twenty samples.
 NODES_AT_ONCE = 8
-MAX_MODEL_LEN = 1 << 20  # of histograms of tokens, unless a model is known
 
 
 class RouterMetrics:
@@ -37,10 +35,10 @@ class RouterMetrics:
         model_name: str,
         nodes: Callable[[], Iterable[Node]],
         refused: Callable[[], int],
-        conditions: Callable[[Iterable[Node]], Iterable[Condition]] = lambda nodes: (),
-        max_model_len: int = MAX_MODEL_LEN,
-        traced: Callable[[Timeline, RequestFigures], None] = lambda timeline, figures: None,
-        configured: Mapping[Role, Sequence[str]] = MappingProxyType({}),
+        conditions: Callable[[Iterable[Node]], Iterable[Condition]],
+        max_model_len: int,
+        traced: Callable[[Timeline, RequestFigures], None],
+        configured: Mapping[Role, Sequence[str]],
     ) -> None:
         """
         Args:

@@ -9,7 +9,7 @@ from common.messages.identity import Role
 
 @dataclass(frozen=True, slots=True)
 class PlacementRules:
-    """The keys of `router.placement`, except for the policies.
+    """The keys of `router.placement`, except for the policies. The config has their defaults.
 
     Attributes:
         block_tokens: tokens of a block, the unit in which prefixes are known.
@@ -25,16 +25,13 @@ class PlacementRules:
         busy_pool_share: a decode node is busy if requests use more than this share of its pool; None: never.
     """
 
-    block_tokens: int = 64
-    index_bytes: int = 256 << 20
-    prefix_ttl: float = 600.0
-    max_imbalance_ms: float = 5000.0
-    session_ttl: float = 300.0
-    session_ms: float = 500.0
-    busy_first_token_ms: float | None = None
-    busy_pool_share: float | None = None
-    local_tokens: int = 0
-    uncached: frozenset[Role] = frozenset()
-
-
-DEFAULT_RULES = PlacementRules()
+    block_tokens: int
+    index_bytes: int
+    prefix_ttl: float
+    max_imbalance_ms: float
+    session_ttl: float
+    session_ms: float
+    busy_first_token_ms: float | None
+    busy_pool_share: float | None
+    local_tokens: int
+    uncached: frozenset[Role]

@@ -24,7 +24,7 @@ from router.nodes.placement import (
     SamplingPolicy,
     choose_pair,
 )
-from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
+from router.nodes.placement_rules import PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import EligibleNodes, Node, NodeRegistry, Pair
@@ -68,7 +68,7 @@ class Placer:
         policies: Mapping[Role, PlacementPolicy],
         health: NodeHealth,
         rng: Random,
-        rules: PlacementRules = DEFAULT_RULES,
+        rules: PlacementRules,
     ) -> None:
         """`rng` draws the samples of policies that need only some of many nodes."""
         self._registry = registry

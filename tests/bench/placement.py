@@ -20,6 +20,7 @@ from router.nodes.health import NodeHealth
 from router.nodes.placement import decode_cost, make_policy, prefill_cost
 from router.nodes.placer import Placer
 from router.nodes.registry import NodeRegistry
+from tests.fakes.placement_rules import DEFAULT_RULES
 
 ROUNDS = 15
 CHOICES = 400
@@ -52,7 +53,7 @@ def microseconds(registry: NodeRegistry, health: NodeHealth, policy: str) -> flo
     """Return the CPU time of one choice: the minimum of all rounds, because other processes share this machine."""
     costs = {"prefill": prefill_cost, "decode": decode_cost}
     policies = {role: make_policy(policy, costs[role]) for role in ROLES}
-    placer = Placer(registry, policies, health, Random(1))
+    placer = Placer(registry, policies, health, Random(1), DEFAULT_RULES)
     times = []
     for _ in range(ROUNDS):
         start = time.process_time()

@@ -19,7 +19,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import quantiles
@@ -53,6 +53,8 @@ from tests.bench.simulated_nodes import (
     PrefillSimulation,
     VirtualLoop,
 )
+from tests.fakes.observing import router_metrics
+from tests.fakes.placement_rules import DEFAULT_RULES
 
 FIRST_TOKEN = 2.0  # seconds
 PER_TOKEN = 0.025
@@ -197,7 +199,7 @@ class Simulation:
             first_token_hold=0.0,
             requests_per_node=1 << 20,
         )
-        self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
+        self.metrics = router_metrics(lambda: cluster.registry, conditions=health.conditions)
         dispatcher = Dispatcher(
             cluster.registry, placer, self._send_all, limits, self.metrics, log, health, NO_EVENTS
         )
@@ -258,7 +260,7 @@ def _run(
 ) -> tuple[list[Answer], Simulation]:
     """Simulate all requests on a cluster of its own."""
     loop = VirtualLoop()
-    rules = PlacementRules(block_tokens=BLOCK)
+    rules = replace(DEFAULT_RULES, block_tokens=BLOCK)
     try:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)

@@ -14,7 +14,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -34,11 +34,11 @@ from deploy.planning.observing import Observer
 from deploy.planning.planner import Planner, PlannerLoop
 from deploy.planning.settings import PlannerSettings, RoleRange
 from router.http.client import View
-from router.nodes.placement_rules import PlacementRules
 from router.server_info import of_nodes
 from tests.bench.placement_simulation import Answer, Simulation
 from tests.bench.placement_traces import LogNormal
 from tests.bench.simulated_nodes import BLOCK, DecodeSimulation, PrefillSimulation, VirtualLoop
+from tests.fakes.placement_rules import DEFAULT_RULES
 
 FIRST_TOKEN, GAP = 0.5, 0.0125  # seconds
 SETTINGS = PlannerSettings(first_token_ms=1000 * FIRST_TOKEN, gap_ms=1000 * GAP, window=3, cool_down=10.0)
@@ -178,7 +178,9 @@ def simulate(
     try:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)
-            simulation = Simulation(loop, nodes, nodes, "cache_aware", PlacementRules(block_tokens=BLOCK))
+            simulation = Simulation(
+                loop, nodes, nodes, "cache_aware", replace(DEFAULT_RULES, block_tokens=BLOCK)
+            )
             return loop.run_until_complete(_serve(simulation, split, requests, settings))
     finally:
         asyncio.set_event_loop(None)

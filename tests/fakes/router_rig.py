@@ -27,11 +27,12 @@ from router.dispatch.generation import GenerationRequest, PromptBatch, TokenDelt
 from router.dispatch.limits import DispatchLimits
 from router.nodes.outbox import SendAll
 from router.nodes.placement import PlacementPolicy, RoundRobin
-from router.nodes.placement_rules import DEFAULT_RULES
 from router.nodes.registration import ExpectedNode, RegistrationRules
-from router.parts import ControlLink, Dispatching, NodeRules, Observation
+from router.parts import ControlLink, Dispatching, NodeRules
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import PEER_ADDRESS, FakeNode
+from tests.fakes.observing import observation
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.fakes.waiting import PATIENCE
 
 FINGERPRINT = "f" * 64
@@ -85,7 +86,7 @@ class RouterRig:
             ),
             nodes,
             Dispatching(policies, DispatchLimits(**values), 0.0, Random(1), rules),
-            Observation(self.log, "tiny", clock=clock),
+            observation(self.log, clock),
             self._recording,
         )
         self.control, self.registry = core.control, core.registry

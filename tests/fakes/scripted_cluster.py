@@ -38,10 +38,12 @@ from router.dispatch.generation import GenerationRequest
 from router.dispatch.limits import DispatchLimits
 from router.nodes.placement import PlacementPolicy
 from router.nodes.registration import ExpectedNode, RegistrationRules
-from router.parts import ControlLink, Dispatching, NodeRules, Observation
+from router.parts import ControlLink, Dispatching, NodeRules
 from router.process.freed_memory import FreedMemory
 from tests.fakes.fake_node import PEER_ADDRESS, registration
 from tests.fakes.memory_router_socket import MemoryRouterSocket
+from tests.fakes.observing import observation
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.fakes.stepped_loop import SteppedLoop
 
 BEAT = 0.25  # seconds between the heartbeats of a node
@@ -116,8 +118,8 @@ class ScriptedCluster:
             self.core = assemble_core(
                 ControlLink(mock.Mock(), "ipc://nowhere", "router", Plain(), 1 << 20),
                 rules,
-                Dispatching(self.policies, self.limits, 0.0, Random(1)),
-                Observation(Log("router"), "tiny", clock=self.loop.time),
+                Dispatching(self.policies, self.limits, 0.0, Random(1), DEFAULT_RULES),
+                observation(Log("router"), self.loop.time),
             )
         self.core.control.freed_memory = mock.AsyncMock(FreedMemory)  # which uses a thread
         self.loop.run_now(self.core.start)

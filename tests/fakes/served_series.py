@@ -7,13 +7,14 @@ from prometheus_client.metrics_core import Metric
 
 from router.metrics.http_metrics import HttpMetrics
 from router.metrics.router_metrics import RouterMetrics
+from tests.fakes.observing import router_metrics
 
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
 def served_series() -> set[str]:
     """Return the names of all series, with and without values."""
-    metrics = RouterMetrics("tiny", list, lambda: 0)
+    metrics = router_metrics(list)
     registry: CollectorRegistry = metrics.registry
     HttpMetrics(registry)
     families: list[Metric] = [*registry.collect(), *metrics.of_nodes([], None), *metrics.of_placement([])]

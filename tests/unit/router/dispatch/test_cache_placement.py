@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ from router.dispatch.generation import GenerationRequest
 from router.dispatch.shared_prompt import shares
 from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
-from router.nodes.placement_rules import PlacementRules
 from tests.fakes.fake_node import FakeNode
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.fakes.router_rig import Client, RouterRig, router_rig
 from tests.fakes.served_series import rendered
 from tests.fakes.waiting import eventually
 
 PROMPT = list(range(1, 201))
-RULES = PlacementRules(block_tokens=16)
+RULES = replace(DEFAULT_RULES, block_tokens=16)
 
 
 def policies(name: str = "cache_aware") -> dict[Role, PlacementPolicy]:
@@ -117,7 +118,7 @@ async def test_a_session_stays_on_its_nodes() -> None:
 
 
 async def test_a_request_is_refused_while_all_nodes_of_a_role_are_busy() -> None:
-    rules = PlacementRules(busy_pool_share=0.5)
+    rules = replace(DEFAULT_RULES, busy_pool_share=0.5)
     async with router_rig(policies=policies("least_loaded"), rules=rules) as rig:
         nodes = await pairs(rig)
         full = NodeLoad(total_pages=1000, free_pages=100)

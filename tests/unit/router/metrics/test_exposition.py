@@ -14,8 +14,9 @@ from prometheus_client.registry import Collector
 from common.messages.identity import Role
 from router.metrics import exposition
 from router.metrics.exposition import OPENMETRICS, SAMPLES_PER_TURN
-from router.metrics.router_metrics import NODES_AT_ONCE, RouterMetrics
+from router.metrics.router_metrics import NODES_AT_ONCE
 from router.nodes.registry import Node
+from tests.fakes.observing import router_metrics
 from tests.fakes.turn_count import counting_turns
 from tests.unit.router.metrics.test_router_metrics import node
 
@@ -31,7 +32,7 @@ def nodes() -> list[Node]:
 
 async def test_a_turn_writes_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     made = nodes()
-    metrics = RouterMetrics("tiny", lambda: made, lambda: 0)
+    metrics = router_metrics(lambda: made)
     write = generate_latest
     async with counting_turns() as count:
         # Until the counter has its turns.
@@ -50,7 +51,7 @@ async def test_a_turn_writes_a_few_samples(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("accept", "parse"), [("", text_families), (OPENMETRICS, openmetrics_families)])
 async def test_every_family_is_whole(accept: str, parse: type) -> None:
     made = nodes()
-    shown, _ = await RouterMetrics("tiny", lambda: made, lambda: 3).render(accept)
+    shown, _ = await router_metrics(lambda: made, 3).render(accept)
     families = list(parse(shown.decode()))
     assert max(Counter(family.name for family in families).values()) == 1
     by_name = {family.name.removesuffix("_total"): family for family in families}
@@ -63,5 +64,5 @@ async def test_every_family_is_whole(accept: str, parse: type) -> None:
 
 
 async def test_without_nodes_the_routers_own_series_are_there() -> None:
-    shown, _ = await RouterMetrics("tiny", list, lambda: 3).render()
+    shown, _ = await router_metrics(list, 3).render()
     assert b'tandem_refused_messages_total{engine="router",model_name="tiny",role="router"} 3.0' in shown

@@ -23,6 +23,7 @@ from router.metrics.request_series import RequestFigures
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.registry import Node
+from tests.fakes.observing import router_metrics
 from tests.fakes.served_series import rendered
 
 ROUTER = 'engine="router",model_name="tiny"'
@@ -74,7 +75,7 @@ def series(metrics: RouterMetrics) -> dict[str, float]:
 
 def test_nodes_are_read_at_scrape_time() -> None:
     nodes = [node(running=3, queued=1, free_pages=10, cached_pages=30, total_pages=100)]
-    metrics = RouterMetrics("tiny", lambda: nodes, lambda: 7)
+    metrics = router_metrics(lambda: nodes, 7)
     labels = '{engine="decode-0",model_name="tiny",role="decode"}'
     got = series(metrics)
     assert got[f"vllm:num_requests_running{labels}"] == 3
@@ -104,7 +105,7 @@ def test_a_node_that_has_gone_is_down_and_not_forgotten() -> None:
         "prefill": ["prefill-0"],
         "decode": ["decode-0", "decode-1", "more-*"],
     }
-    metrics = RouterMetrics("tiny", lambda: here, lambda: 0, configured=configured)
+    metrics = router_metrics(lambda: here, configured=configured)
 
     def up() -> dict[str, float]:
         found = {key: value for key, value in series(metrics).items() if key.startswith("tandem_node_up{")}
@@ -124,7 +125,7 @@ def test_the_halves_of_a_movable_node_are_one_pod(
     """While it changes its role or ends, neither is in standby."""
     halves = [node("prefill", name="flex-0"), node("decode", name="flex-0")]
     halves[0].state, halves[1].state = prefill, decode
-    text = rendered(RouterMetrics("tiny", lambda: halves, lambda: 0))[0].decode()
+    text = rendered(router_metrics(lambda: halves))[0].decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:healthy_pods_total{")]
     assert lines == [f'vllm:healthy_pods_total{{model_name="tiny",server="flex-0"}} {serving}.0']
 
@@ -132,7 +133,7 @@ def test_the_halves_of_a_movable_node_are_one_pod(
 def test_times_of_prompt_forwards_beside_their_predictions() -> None:
     one = node("prefill", queued_ms=125)
     one.counters = NodeCounters(forward_seconds=2.5, predicted_forward_seconds=2.0)
-    metrics = RouterMetrics("tiny", lambda: [one], lambda: 0)
+    metrics = router_metrics(lambda: [one])
     metrics.prefill_queue.observe(0.07)
     got, labels = series(metrics), '{engine="prefill-0",model_name="tiny",role="prefill"}'
     assert got[f"tandem_forward_seconds_total{labels}"] == 2.5
@@ -146,7 +147,7 @@ def test_transfers_that_took_too_long_by_cause() -> None:
     """Prompts to which no decode node granted pages are what vLLM calls expired."""
     one = node("prefill")
     one.counters = NodeCounters(transfer_timeouts={"slots": 3, "stall": 1})
-    got = series(RouterMetrics("tiny", lambda: [one, node()], lambda: 0))
+    got = series(router_metrics(lambda: [one, node()]))
     labels = 'engine="prefill-0",model_name="tiny",role="prefill"'
     assert got[f"vllm:nixl_num_kv_expired_reqs_total{{{labels}}}"] == 3
     assert got[f'tandem_kv_transfer_timeouts_total{{cause="stall",{labels}}}'] == 1
@@ -155,7 +156,7 @@ def test_transfers_that_took_too_long_by_cause() -> None:
 
 def test_graphs_by_phase_model_and_reason() -> None:
     """Captured forwards have counters and gauges by phase, model and reason."""
-    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
+    got = series(router_metrics(lambda: [node()]))
     labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
     assert got[f'tandem_graph_replays_total{{{labels},role="decode"}}'] == 19
     assert got[f'tandem_graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
@@ -173,7 +174,7 @@ def test_ranks_by_number() -> None:
     one.counters = NodeCounters(
         ranks=(RankTotals(plans=8), RankTotals(plans=6, behind=2, collective_wait_seconds=0.25))
     )
-    got = series(RouterMetrics("tiny", lambda: [one], lambda: 0))
+    got = series(router_metrics(lambda: [one]))
     labels = [f'{{engine="decode-0",model_name="tiny",rank="{rank}",role="decode"}}' for rank in (0, 1)]
     assert [got[f"tandem_rank_memory_bytes{each}"] for each in labels] == [100, 0]
     assert [got[f"tandem_rank_pool_bytes{each}"] for each in labels] == [70, 0]
@@ -184,7 +185,7 @@ def test_ranks_by_number() -> None:
 
 def test_speculation_by_place_and_by_phase() -> None:
     """How often the draft at each position was accepted, and the device time of each phase."""
-    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
+    got = series(router_metrics(lambda: [node()]))
     labels = 'engine="decode-0",model_name="tiny"'
     for place, count in enumerate((9, 4)):
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -194,12 +195,12 @@ def test_speculation_by_place_and_by_phase() -> None:
 
 
 def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
-    metrics = RouterMetrics("tiny", lambda: [node()], lambda: 0)
+    metrics = router_metrics(lambda: [node()])
     assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
 
 
 def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
-    metrics = RouterMetrics("tiny", list, lambda: 0)
+    metrics = router_metrics(list)
     timeline = Timeline("r", 0.0)
     attempt = timeline.begin_attempt()
     timeline.anchor(attempt, {"prefill_end": 0.1, "record_sent": 0.102}, "prefill", 0.0)
@@ -219,7 +220,7 @@ def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
 
 def test_stages_of_two_attempts_are_not_mixed() -> None:
     """The first attempt's nodes report part of their stages only after those of the second one."""
-    metrics, timelines = RouterMetrics("tiny", list, lambda: 0), Timelines()
+    metrics, timelines = router_metrics(list), Timelines()
     timeline = Timeline("r", 0.0)
     timelines.open(1, timeline, 0.0, "p", "d")
     timelines.close(1)
@@ -243,7 +244,7 @@ def success(reason: str) -> str:
 
 
 def test_requests_are_counted_by_outcome() -> None:
-    metrics = RouterMetrics("tiny", list, lambda: 0)
+    metrics = router_metrics(list)
     for outcome in ("stop", "length", "stop"):
         finished(metrics, outcome)
     finished(metrics, "error: node_lost", first=None)
@@ -263,7 +264,7 @@ def test_a_prompt_is_counted_by_its_prefill_node_only() -> None:
     prefill, decode = node("prefill"), node("decode")
     prefill.counters = NodeCounters(prompt_tokens=10, cached_tokens=4, host_queries=6, host_hits=2)
     decode.counters = NodeCounters(prompt_tokens=10, cached_tokens=3)
-    got = series(RouterMetrics("tiny", lambda: [prefill, decode], lambda: 0))
+    got = series(router_metrics(lambda: [prefill, decode]))
 
     def total(name: str) -> float:
         return sum(value for key, value in got.items() if key.startswith(f"{name}{{"))
@@ -281,7 +282,7 @@ def test_a_prompt_is_counted_by_its_prefill_node_only() -> None:
 
 
 def test_the_times_of_a_request_by_vllms_names() -> None:
-    metrics = RouterMetrics("tiny", list, lambda: 0)
+    metrics = router_metrics(list)
     timeline = Timeline("r", 0.0)
     timeline.mark("entered", 0.25)
     timeline.mark("placed", 0.5)
@@ -326,7 +327,7 @@ def test_histograms_that_nodes_observe() -> None:
     """Nodes report counts; names, bounds and labels are added here. Buckets that nothing was counted in exist, too."""
     one, idle = node(), node("prefill")
     one.counters = NodeCounters(inter_token=BucketTotals(counts=(0, 3, *[0] * 20, 1), sum=90.5))
-    got = series(RouterMetrics("tiny", lambda: [one, idle], lambda: 0))
+    got = series(router_metrics(lambda: [one, idle]))
     labels = 'engine="decode-0",{}model_name="tiny",role="decode"'
     for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
         buckets = {le: got[f"{name}_bucket{{{labels.format(f'le={chr(34)}{le}{chr(34)},')}}}"] for le in LES}
@@ -347,7 +348,7 @@ def test_histograms_that_nodes_observe() -> None:
     ],
 )
 def test_the_format_is_negotiated(accept: str, media: str) -> None:
-    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1), node("prefill")], lambda: 0)
+    metrics = router_metrics(lambda: [node(total_pages=1), node("prefill")])
     finished(metrics, "stop")
     shown, kind = rendered(metrics, accept)
     assert kind.startswith(media)
@@ -357,7 +358,7 @@ def test_the_format_is_negotiated(accept: str, media: str) -> None:
 
 
 def test_every_name_is_given_once() -> None:
-    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)], lambda: 0)
+    metrics = router_metrics(lambda: [node(total_pages=1)])
     names = [
         line.split()[2] for line in rendered(metrics)[0].decode().splitlines() if line.startswith("# TYPE")
     ]

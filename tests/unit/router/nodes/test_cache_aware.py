@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -25,11 +26,11 @@ from router.nodes.placement import (
     prefill_cost,
     softened,
 )
-from router.nodes.placement_rules import PlacementRules
 from router.nodes.placer import Placer
 from router.nodes.prefix_index import PrefixIndex, PrefixMatches
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_placement import candidate
 from tests.unit.router.nodes.test_registry import register
 
@@ -56,7 +57,9 @@ class Fleet:
             "decode": make_policy(policy, decode_cost),
         }
         self.health = NodeHealth(10.0, self.clock)
-        self.placer = Placer(self.registry, policies, self.health, Random(1), PlacementRules(**rules))
+        self.placer = Placer(
+            self.registry, policies, self.health, Random(1), dataclasses.replace(DEFAULT_RULES, **rules)
+        )
         self.expected = ExpectedCache(0, 0)
         self.room = 0
 

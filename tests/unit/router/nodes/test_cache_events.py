@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from common.kv_cache.block_hashes import chain_start, token_bytes
 from common.kv_events.wire import CPU, GPU
 from router.nodes.history import UNCONFIRMED_SECONDS
-from router.nodes.placement_rules import DEFAULT_RULES
 from router.nodes.registry import Node
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_cache_aware import PROMPT, Fleet
 
 SIZE = DEFAULT_RULES.block_tokens

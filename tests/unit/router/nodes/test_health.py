@@ -16,6 +16,7 @@ from router.nodes.placer import Placer
 from router.nodes.prompt_times import PromptTime
 from router.nodes.registry import NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import register
 
 
@@ -30,7 +31,7 @@ class Rig:
             "prefill": make_policy(policy, decode_cost),
             "decode": make_policy(policy, decode_cost),
         }
-        self.placer = Placer(self.registry, policies, self.health, Random(1))
+        self.placer = Placer(self.registry, policies, self.health, Random(1), DEFAULT_RULES)
 
     def join(self, role: Role, *names: str) -> None:
         for name in names:
@@ -92,7 +93,9 @@ class Counting:
 def test_many_alike_nodes_are_sampled_and_none_is_left_out() -> None:
     rig = Rig()
     policy = Counting()
-    rig.placer = Placer(rig.registry, {"prefill": policy, "decode": Counting()}, rig.health, Random(1))
+    rig.placer = Placer(
+        rig.registry, {"prefill": policy, "decode": Counting()}, rig.health, Random(1), DEFAULT_RULES
+    )
     rig.join("prefill", *(f"p{number}" for number in range(100)))
     rig.join("decode", "d0", "d1")
     rig.clock.now += 10  # the end of the slow start

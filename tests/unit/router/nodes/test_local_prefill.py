@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,10 +12,10 @@ from common.messages.identity import NodeLoad, Role
 from common.observability.logs import Log
 from router.nodes.health import NodeHealth
 from router.nodes.placement import CacheAware, decode_cost, prefill_cost
-from router.nodes.placement_rules import PlacementRules
 from router.nodes.placer import Placer
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import beat, register
 
 TIMES = ((1, 10.0), (1000, 110.0))  # tokens, milliseconds
@@ -30,7 +31,7 @@ class Rig:
         )
         self.health = NodeHealth(0.0, clock)
         policies = {"prefill": CacheAware(prefill_cost), "decode": CacheAware(decode_cost)}
-        rules = PlacementRules(local_tokens=local_tokens)
+        rules = replace(DEFAULT_RULES, local_tokens=local_tokens)
         self.placer = Placer(self.registry, policies, self.health, Random(0), rules)  # type: ignore[arg-type]
         self.prefill = self.add("prefill", "prefill-0", "p")
         self.half = self.add("prefill", "flex-0", "fp", movable=True)

@@ -23,6 +23,7 @@ from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, pr
 from router.nodes.placer import Placer
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import register
 
 TIMES = ((64, 8.0), (8192, 800.0))
@@ -51,7 +52,7 @@ class Fleet:
             "decode": make_policy(policy, decode_cost),
         }
         self._health = NodeHealth(10.0, self._clock)
-        self._placer = Placer(self._registry, policies, self._health, Random(1))
+        self._placer = Placer(self._registry, policies, self._health, Random(1), DEFAULT_RULES)
         self._room: Any = NodeRoom(self._registry, 64)
         self._open: list[tuple[int, Node, Node]] = []
         self._next = 0

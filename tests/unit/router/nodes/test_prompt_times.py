@@ -22,6 +22,7 @@ from router.nodes.placer import Placer
 from router.nodes.prompt_times import UNKNOWN_MS, prompt_ms, prompt_time
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import register
 
 FAST = ((64, 5.0), (1024, 25.0), (8192, 200.0))
@@ -59,7 +60,7 @@ class Nodes:
             "prefill": make_policy("least_loaded", prefill_cost),
             "decode": make_policy("least_loaded", decode_cost),
         }
-        self.placer = Placer(registry, policies, NodeHealth(10.0, clock), Random(1))
+        self.placer = Placer(registry, policies, NodeHealth(10.0, clock), Random(1), DEFAULT_RULES)
 
     def place(self, room: int, tokens: int) -> Node:
         """Place a prompt as the dispatcher does."""

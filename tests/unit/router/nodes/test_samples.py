@@ -15,6 +15,7 @@ from router.nodes.placement import LeastLoaded, PlacementPolicy, decode_cost, pr
 from router.nodes.placer import Placer
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import register
 
 EACH = 60  # requests for each node, if they are shared equally
@@ -40,7 +41,7 @@ class Fleet:
             "prefill": LeastLoaded(prefill_cost),
             "decode": LeastLoaded(decode_cost),
         }
-        self._placer = Placer(registry, policies, NodeHealth(10.0, clock), rng)
+        self._placer = Placer(registry, policies, NodeHealth(10.0, clock), rng, DEFAULT_RULES)
 
     def place(self, tokens: int) -> Node:
         """Return the prefill node for a prompt."""

@@ -17,6 +17,7 @@ from router.nodes.prompt_times import PromptTime
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.short_list import LONGEST_MATCHES, ShortLists, any_node
 from tests.fakes.clock import Clock
+from tests.fakes.placement_rules import DEFAULT_RULES
 from tests.unit.router.nodes.test_registry import register
 
 FAST, SLOW = ((1000, 20.0),), ((1000, 60.0),)
@@ -46,7 +47,7 @@ class Fleet:
             "prefill": make_policy("cache_aware", prefill_cost),
             "decode": make_policy("cache_aware", decode_cost),
         }
-        self.placer = Placer(self.registry, policies, NodeHealth(10.0, clock), Random(1))
+        self.placer = Placer(self.registry, policies, NodeHealth(10.0, clock), Random(1), DEFAULT_RULES)
         self.history = self.placer.history
         self.lists = ShortLists(self.registry, self.history)
         self._room = 0
