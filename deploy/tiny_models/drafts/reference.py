@@ -110,24 +110,19 @@ class Mtp(Reference):
 
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
+        hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
         if self.config["num_nextn_predict_layers"] == 1:
-            return self._after_repeats(ids, path)
+            only = partial(self._module, _below(self.weights, mtp_prefix(self.config, 0)))
+            return chained(only, hidden, [*ids[1:], *path])[-1] @ self.head.T
         if len(path) >= self.config["num_nextn_predict_layers"]:
             raise ValueError(
                 f"{self.config['num_nextn_predict_layers']} MTP modules cannot draft step {len(path) + 1}"
             )
-        hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
         known = [*ids, *path]
         for module in range(len(path) + 1):
             tokens = known[1 + module : 1 + module + len(hidden)]
             hidden = self._module(_below(self.weights, mtp_prefix(self.config, module)), hidden, tokens)
         return hidden[-1] @ self.head.T
-
-    def _after_repeats(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
-        layer = _below(self.weights, mtp_prefix(self.config, 0))
-        hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
-        out = chained(partial(self._module, layer), hidden, [*ids[1:], *path])
-        return out[-1] @ self.head.T
 
     def _module(self, layer: Weights, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
         eps = self.dims.eps
