@@ -9,7 +9,6 @@ next.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -23,6 +22,7 @@ import msgspec
 from common.checkpoint.model_manifest import check_manifests
 from common.errors import InvalidRequest, ModelError
 from router.process.child_process import confine, frame_head
+from router.process.freed_memory import find_trim
 from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings, refusal, too_costly
 from router.text.work import TextWork
 
@@ -57,7 +57,7 @@ def serve(channel: socket.socket) -> None:
     except ModelError as error:
         _send(channel, JobResult(error="model", message=str(error)), b"")
         return
-    trim = _memory_trimmer()
+    trim = find_trim()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)  # a large body has millions of objects, none in a cycle
     _send(channel, JobResult(), b"")
@@ -83,11 +83,6 @@ def _do(work: TextWork, job: Job, payload: Payload) -> JobAnswer:
         return work.do(job, payload)
     except Exception:  # a bug of ours: other requests must not wait for a new process
         return JobResult(defect=traceback.format_exc()[-MAX_DEFECT:]), b""
-
-
-def _memory_trimmer() -> ctypes._NamedFuncPointer | type[bool]:
-    """Return glibc's malloc_trim; a no-op in other C libraries."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", bool)
 
 
 def _receive(channel: socket.socket) -> tuple[bytearray, bytearray]:
