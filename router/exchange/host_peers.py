@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -71,20 +71,18 @@ class HostPeers:
     async def active(self, client: str | None = None) -> int:
         """Return the number of prompts that the others have in flight, of all clients or of one."""
         path = LOAD if client is None else f"{LOAD}?client={quote(client, safe='')}"
-        return sum(msgspec.json.decode(each, type=int) for each in await self._ask_all("GET", path))
+        return _sum(await self._ask_all("GET", path))
 
     async def abort(self, order: AbortOrder) -> int:
         """Abort requests of the other processes; return the number of prompts."""
-        answers = await self._ask_all("POST", ABORT, msgspec.json.encode(order))
-        return sum(msgspec.json.decode(each, type=int) for each in answers)
+        return _sum(await self._ask_all("POST", ABORT, msgspec.json.encode(order)))
 
     async def pause(self, paused: bool) -> int:
         """Pause or resume the other processes; return the number of requests that they still answer.
 
         Raises Unavailable if one of them runs and does not answer: it may not have followed.
         """
-        order = msgspec.json.encode(PauseOrder(paused))
-        return sum(msgspec.json.decode(each, type=int) for each in await self._order_all(PAUSE, order))
+        return _sum(await self._order_all(PAUSE, msgspec.json.encode(PauseOrder(paused))))
 
     async def flush(self) -> set[str]:
         """Let the others forget which prefixes nodes hold, and tell the nodes to empty their caches.
@@ -138,6 +136,11 @@ class HostPeers:
         except (OSError, TimeoutError, aiohttp.ClientError, Overloaded) as error:
             self._silent.warning(name, str(error) or type(error).__name__)
             return None
+
+
+def _sum(answers: Iterable[bytes]) -> int:
+    """Return the sum of answers that are numbers."""
+    return sum(msgspec.json.decode(each, type=int) for each in answers)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -65,14 +65,13 @@ class RegistrationRules:
         if other_version is not None:
             raise HandshakeRefused(other_version)
         entry = NodeNames.of(self.nodes).entry(node.name)
-        expected = None if entry is None else self.nodes[entry]
-        if entry is None or expected is None:
+        if entry is None:
             known = ", ".join(sorted(self.nodes)[:20])
             raise HandshakeRefused(
                 f"{node.name!r} is not in the router's cluster file, which has {known}; start the router and "
                 "the nodes with the same file"
             )
-        expected = expected.of(node.role)
+        expected = self.nodes[entry].of(node.role)
         if node.role != expected.role:
             raise HandshakeRefused(
                 f"{node.name} is a {expected.role} node in the cluster file but registered as a {node.role} node"

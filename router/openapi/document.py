@@ -15,6 +15,8 @@ from router.openapi.operations import EMPTY, OPERATIONS, Operation
 _TEMPLATE = "#/components/schemas/{name}"
 _TEXT: dict[str, Any] = {"type": "string"}
 
+_Schemas = dict[Any, dict[str, Any]]  # of each type: a reference for a struct
+
 
 def openapi_document(version: str) -> dict[str, Any]:
     """Return the document of the public listener's API."""
@@ -22,7 +24,7 @@ def openapi_document(version: str) -> dict[str, Any]:
     for operation in OPERATIONS:
         types += [each for each in (operation.body, operation.answer) if each is not None]
     found, components = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
-    schemas = _Schemas(types, list(found))
+    schemas = dict(zip(types, found, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schemas)
@@ -39,16 +41,6 @@ def openapi_document(version: str) -> dict[str, Any]:
     }
 
 
-class _Schemas:
-    """The schema of each type: a reference for a struct."""
-
-    def __init__(self, types: list[Any], found: list[dict[str, Any]]) -> None:
-        self._pairs = list(zip(types, found, strict=True))
-
-    def of(self, kind: Any) -> dict[str, Any]:
-        return next(schema for known, schema in self._pairs if known == kind)
-
-
 def _described(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": operation.summary,
@@ -57,7 +49,7 @@ def _described(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {JSON: {"schema": schemas.of(operation.body)}},
+            "content": {JSON: {"schema": schemas[operation.body]}},
         }
     parameters = [_parameter(name, "path", _TEXT) for name in re.findall(r"\{(\w+)\}", operation.path)]
     if operation.query is not None:
@@ -66,7 +58,7 @@ def _described(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     if parameters:
         described["parameters"] = parameters
     answer = {"description": operation.summary, "content": _content(operation, schemas)}
-    error = schemas.of(MessagesError if is_messages(operation.path) else ErrorAnswer)
+    error = schemas[MessagesError if is_messages(operation.path) else ErrorAnswer]
     errors = {JSON: {"schema": error}}
     if operation.path in ("/flush_cache", "/reset_prefix_cache"):
         # text where the request itself is right: requests are in flight, or a node cannot be reached
@@ -88,7 +80,7 @@ def _content(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         return {}
     if operation.media != JSON:
         return {operation.media: {"schema": _TEXT}}
-    schema = schemas.of(operation.answer)
+    schema = schemas[operation.answer]
     if operation.listed:
         schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
     content: dict[str, Any] = {JSON: {"schema": schema}}
