@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.logit_checks import check_rows
 from common.engine.ops.philox import token_words
 from common.engine.ops.registration import register_op
 from common.engine.ops.sample_tokens import BLOCK, draw_kernel, gumbel
@@ -65,12 +66,7 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
 def best_tokens_triton(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, first: int, all_greedy: bool
 ) -> Tensor:
-    rows, columns = logits.shape
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
-    assert logits.stride(1) == 1, "the logits of a row must be adjacent"
-    for name, tensor in (("temperature", temperature), ("seed", seed), ("position", position)):
-        assert tensor.shape == (rows,), f"{name} {tuple(tensor.shape)} for {rows} rows"
-        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    rows, columns = check_rows(logits, temperature=temperature, seed=seed, position=position)
     out = torch.empty((rows, FIELDS), dtype=torch.int32, device=logits.device)
     if rows == 0:
         return out

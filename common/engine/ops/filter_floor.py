@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.logit_checks import check_rows
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import LOG2_E, kernel, tl
 
@@ -127,13 +128,7 @@ def _filter_floor_kernel(  # type: ignore[no-untyped-def]
 def filter_floor_triton(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    rows, vocab = logits.shape
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
-    assert logits.stride(1) == 1, "the logits of a row must be adjacent"
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name, tensor in given.items():
-        assert tensor.shape == (rows,), f"{name} {tuple(tensor.shape)} for {rows} rows"
-        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    rows, vocab = check_rows(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         _filter_floor_kernel[(rows,)](

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.ops.logit_checks import check_rows
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
@@ -55,9 +56,7 @@ def _mask_logits_kernel(  # type: ignore[no-untyped-def]
 
 
 def mask_logits_triton(logits: Tensor, words: Tensor, owner: Tensor) -> None:
-    rows, vocab = logits.shape
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
-    assert logits.stride(1) == 1, "the logits of a row must be adjacent"
+    rows, vocab = check_rows(logits)
     assert words.dtype == torch.int32, f"masks are {words.dtype}"
     assert words.shape[1] == cdiv(vocab, WORD_BITS), f"masks of {words.shape[1]} words for {vocab} tokens"
     assert words.stride(1) == 1, "the words of a mask must be adjacent"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.logit_checks import check_rows
 from common.engine.ops.philox import token_words
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import cdiv, kernel, next_power_of_2, tl
@@ -140,12 +141,7 @@ def sample_tokens_triton(
     floor: Tensor | None,
     all_greedy: bool,
 ) -> tuple[Tensor, Tensor]:
-    rows, vocab = logits.shape
-    assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
-    assert logits.stride(1) == 1, "the logits of a row must be adjacent"
-    for name, tensor in (("temperature", temperature), ("seed", seed), ("position", position)):
-        assert tensor.shape == (rows,), f"{name} {tuple(tensor.shape)} for {rows} rows"
-        assert tensor.is_contiguous(), f"{name} must be contiguous"
+    rows, vocab = check_rows(logits, temperature=temperature, seed=seed, position=position)
     assert floor is None or floor.is_contiguous(), "floors must be contiguous"
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     invalid = torch.empty(rows, dtype=torch.bool, device=logits.device)
