@@ -102,7 +102,7 @@ class ImageIntake:
         for image in images:
             if image.ready:
                 continue
-            image.rows = image.fitting(self._cache.get(image.span.digest))
+            image.take_cached(self._cache)
             future = self._pixels.get(image.span.digest)
             if image.rows is None and future is not None and future.done():
                 self._pixels.move_to_end(image.span.digest)  # another prompt may contain the same image

@@ -40,15 +40,12 @@ class PendingImage:
                 param="messages",
             )
 
-    def fitting(self, rows: Tensor | None) -> Tensor | None:
-        """Flatten cached rows [rows, columns, H] to [tokens, H]; None stays None.
-
-        Raises InvalidRequest if they do not fit.
-        """
-        if rows is None:
-            return None
-        self.fits(*rows.shape[:2])
-        return rows.flatten(0, 1)
+    def take_cached(self, cache: RowCache) -> None:
+        """Take the rows of the image if they are cached. Raises InvalidRequest if they do not fit."""
+        rows = cache.get(self.span.digest)
+        if rows is not None:
+            self.fits(*rows.shape[:2])
+            self.rows = rows.flatten(0, 1)
 
 
 class PromptImages:

@@ -119,7 +119,7 @@ class VisionEmbeds:
         missing: dict[bytes, Pixels] = {}
         for image in shown:
             if image.rows is None:
-                image.rows = image.fitting(self._cache.get(image.span.digest))
+                image.take_cached(self._cache)
             if image.rows is None:
                 assert image.pixels is not None, "a prompt is admitted once its images are decoded"
                 missing[image.span.digest] = image.pixels
