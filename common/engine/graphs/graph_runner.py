@@ -121,9 +121,7 @@ class GraphRunner(Generic[Batch, Output]):
         missing = [key for key in self.keys() if key not in self._recordings]
         with torch.inference_mode():
             for key in missing:
-                inputs = self.inputs.idle(key.shape)
-                self.program.plan(self.program.idle(key.shape), inputs)
-                self.program.run(inputs, key.variant)
+                self.program.run(self._idle(key.shape), key.variant)
                 progressed(f"run {self._named(key)}")
 
     def _named(self, key: GraphKey) -> str:
@@ -170,9 +168,13 @@ class GraphRunner(Generic[Batch, Output]):
         The first must be kept until the last one is made: CUDA's memory pool ends with the last of its graphs.
         """
         with torch.inference_mode(), capturing():
-            inputs = self.inputs.idle(key.shape)
-            self.program.plan(self.program.idle(key.shape), inputs)
-            return self._backend.capture(partial(self.program.run, inputs, key.variant))
+            return self._backend.capture(partial(self.program.run, self._idle(key.shape), key.variant))
+
+    def _idle(self, shape: ShapeKey) -> Inputs:
+        """Return the planned inputs of a graph, all padding."""
+        inputs = self.inputs.idle(shape)
+        self.program.plan(self.program.idle(shape), inputs)
+        return inputs
 
     def _compiling(self) -> float:
         """Return the seconds spent on compilation so far."""
