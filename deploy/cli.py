@@ -278,8 +278,8 @@ def _written_at_once() -> Iterator[None]:
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str], keeps: Sequence[int]) -> None:
-    run_dir = _run_dir(cluster, resolved)
     try:
+        run_dir = run_directory(resolved, to_write=True)
         started = start_detached(run_dir, cluster, overrides, say, keeps)
     except ConfigError as error:
         _refuse(cluster, error)
@@ -308,16 +308,9 @@ def _cluster_file(target: str, missing_exit: int) -> Path:
     return file
 
 
-def _load(cluster: Path, overrides: list[str] | None) -> Resolved:
+def _load(cluster: Path, overrides: list[str]) -> Resolved:
     try:
-        return load_cluster(cluster, overrides or [])
-    except ConfigError as error:
-        _refuse(cluster, error)
-
-
-def _run_dir(cluster: Path, resolved: Resolved) -> Path:
-    try:
-        return run_directory(resolved, to_write=True)
+        return load_cluster(cluster, overrides)
     except ConfigError as error:
         _refuse(cluster, error)
 
