@@ -218,14 +218,10 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         local_tokens=router.local_prefill,
         uncached=frozenset(uncached),
     )
-    costs = {
-        role: softened(cost, placement.temperature_ms, rng)
-        for role, cost in (("prefill", prefill_cost), ("decode", decode_cost))
-    }
     return Dispatching(
         {
-            "prefill": make_policy(placement.prefill, costs["prefill"]),
-            "decode": make_policy(placement.decode, costs["decode"]),
+            "prefill": make_policy(placement.prefill, softened(prefill_cost, placement.temperature_ms, rng)),
+            "decode": make_policy(placement.decode, softened(decode_cost, placement.temperature_ms, rng)),
         },
         limits,
         cluster.health.drain_timeout,

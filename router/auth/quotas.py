@@ -205,8 +205,10 @@ class Quota:
             )
 
     def _bucket(self, old: Bucket | None, per_minute: int | None) -> Bucket | None:
-        if per_minute is None or (old is not None and old.per_minute == per_minute):
-            return old if per_minute is not None else None
+        if per_minute is None:
+            return None
+        if old is not None and old.per_minute == per_minute:
+            return old
         return Bucket(per_minute, self._clock())
 
 

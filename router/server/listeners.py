@@ -152,7 +152,8 @@ class HttpListeners:
     @property
     def open_connections(self) -> int:
         """Number of open connections on ports."""
-        return _open(self._on_ports)
+        servers = (runner.server for runner in self._on_ports)
+        return sum(len(server.connections) for server in servers if server is not None)
 
     @property
     def _on_ports(self) -> list[web.AppRunner]:
@@ -215,10 +216,6 @@ def application(
     for add in routes:
         add(app)
     return app
-
-
-def _open(runners: Sequence[web.AppRunner]) -> int:
-    return sum(len(runner.server.connections) for runner in runners if runner.server is not None)
 
 
 class _Site(web.BaseSite):
