@@ -17,7 +17,7 @@ from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_addresses, event_directory, peer_address, profile_directory
 from common.config.transport_choice import choose_transport
-from common.discovery.places import router_places
+from common.discovery.places import RouterPlaces, router_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import ONE_RANK
 from common.engine.ops.triton_kernel import report_compilations
@@ -71,7 +71,7 @@ from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, mi
 from prefill_node.host_parts import make_host_parts
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
-from prefill_node.loaded_rank import MakeStage, load_prompt_rank
+from prefill_node.loaded_rank import LoadedPromptRank, MakeStage, load_prompt_rank
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
 from prefill_node.ranked_host import OtherVerdicts, StoredByAll
@@ -169,22 +169,7 @@ def _build(
     link_secret = new_incarnation()
     places = router_places(plan.router, log)
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
-
-    def stage_of(served: ServingModel) -> MakeStage:
-        return load_vision_stage(
-            resolved.model_path,
-            served.model,
-            replace(served.placement, ranks=ONE_RANK),
-            lambda: [
-                Dealer(sockets.context, address, images, ROUTER_NAME, sockets.security, IMAGES_QUEUED)
-                for address in places.hosts
-            ],
-            section.image_bytes,
-            cluster.router.images.max_pixels,
-            log,
-            _give_rows(ranks),
-        )
-
+    stage_of = functools.partial(_image_stage, resolved, sockets, places, images, ranks, log)
     loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), ranks, stage_of, bodies, log)
     served = loaded.served
     shared.loaded(served)
@@ -207,16 +192,6 @@ def _build(
     codec, security = prefill_inbox.codec, sockets.security
     routers = router_links(sockets.context, plan.router, places, register, codec, log, security)
     events = event_log(event_directory(resolved), name, incarnation, log)
-    bounds = PrefillLimits(
-        chunk_tokens=loaded.sizes.chunk_tokens,
-        grid=loaded.grid,
-        max_batch=section.max_batch,
-        max_queue=section.max_queue,
-        max_model_len=served.max_model_len,
-        vocab_size=served.config.vocab_size,
-        drain_timeout=health.drain_timeout,
-        hidden_states=cluster.model.return_hidden_states,
-    )
     directory = functools.partial(profile_directory, resolved)
     profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(
@@ -240,7 +215,7 @@ def _build(
         ),
         space,
         replace(computation, host=host),
-        bounds,
+        _limits(cluster, loaded),
         observation,
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
@@ -250,6 +225,46 @@ def _build(
     ranks.serve()
     return BuiltPrefillNode(
         assembly.node, routers, end, sockets, vision.images, observation, ranks, watched, host.copies
+    )
+
+
+def _image_stage(
+    resolved: Resolved,
+    sockets: Sockets,
+    places: RouterPlaces,
+    link: bytes,
+    ranks: RankGroup | SoleRank,
+    log: Log,
+    served: ServingModel,
+) -> MakeStage:
+    """Load the vision part, whose images come from all routers over sockets `link`; once the ranks are connected."""
+    cluster = resolved.cluster
+    return load_vision_stage(
+        resolved.model_path,
+        served.model,
+        replace(served.placement, ranks=ONE_RANK),
+        lambda: [
+            Dealer(sockets.context, address, link, ROUTER_NAME, sockets.security, IMAGES_QUEUED)
+            for address in places.hosts
+        ],
+        cluster.prefill.image_bytes,
+        cluster.router.images.max_pixels,
+        log,
+        _give_rows(ranks),
+    )
+
+
+def _limits(cluster: Cluster, loaded: LoadedPromptRank) -> PrefillLimits:
+    section, served = cluster.prefill, loaded.served
+    return PrefillLimits(
+        chunk_tokens=loaded.sizes.chunk_tokens,
+        grid=loaded.grid,
+        max_batch=section.max_batch,
+        max_queue=section.max_queue,
+        max_model_len=served.max_model_len,
+        vocab_size=served.config.vocab_size,
+        drain_timeout=cluster.health.drain_timeout,
+        hidden_states=cluster.model.return_hidden_states,
     )
 
 
