@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
@@ -35,39 +34,29 @@ Say = Callable[[str], None]
 Check = Callable[[Path], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One revision of a model on this machine."""
+def find_snapshot(name: str, revision: str | None, say: Say, check: Check = ModelConfig.load) -> Path:
+    """Return the directory of the model ORG/NAME at a branch, tag or commit, by default `main`; its name is the commit.
 
-    directory: Path
-    commit: str
-
-
-def find_snapshot(name: str, revision: str | None, say: Say, check: Check = ModelConfig.load) -> Snapshot:
-    """Return the model ORG/NAME at a branch, tag or commit; the default is `main`. Raises ConfigError with the remedy.
+    Raises ConfigError with the remedy.
 
     Args:
         check: receives a directory without weights and raises ModelError if the model is not supported.
     """
     cached = _cached(name, revision)
-    if cached is not None and _is_whole(cached.directory):
-        say(f"{name}: commit {cached.commit}, from the cache ({cached.directory})")
+    if cached is not None and _is_whole(cached):
+        say(f"{name}: commit {cached.name}, from the cache ({cached})")
         return cached
     found = _download(name, revision, say, check)
-    say(f"{name}: commit {found.commit} ({found.directory})")
+    say(f"{name}: commit {found.name} ({found})")
     return found
 
 
-def _cached(name: str, revision: str | None) -> Snapshot | None:
+def _cached(name: str, revision: str | None) -> Path | None:
     try:
         file = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError as error:
         raise ConfigError("", f"the hub has no such names: {error}") from error
-    return _snapshot(Path(file).parent) if isinstance(file, str) else None
-
-
-def _snapshot(directory: Path) -> Snapshot:
-    return Snapshot(directory, directory.name)
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _is_whole(directory: Path) -> bool:
@@ -78,7 +67,7 @@ def _is_whole(directory: Path) -> bool:
         return False
 
 
-def _download(name: str, revision: str | None, say: Say, check: Check) -> Snapshot:
+def _download(name: str, revision: str | None, say: Say, check: Check) -> Path:
     try:
         directory = _fetch(name, revision, SMALL_FILES)
         check(directory)
@@ -92,7 +81,7 @@ def _download(name: str, revision: str | None, say: Say, check: Check) -> Snapsh
         raise ConfigError("", str(error)) from error
     except Exception as error:  # the library's HTTP client and its file locks raise their own types
         raise ConfigError("", _explain(name, revision, error)) from error
-    return _snapshot(directory)
+    return directory
 
 
 def _fetch(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

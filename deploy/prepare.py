@@ -87,7 +87,7 @@ def prepare(
 
 def _write(target: ModelTarget, draft: str | None, revision: str | None, say: Say) -> None:
     """Write the cluster file of a model. Raises ConfigError."""
-    directory = target.directory or find_snapshot(target.text, revision, say).directory
+    directory = target.directory or find_snapshot(target.text, revision, say)
     draft_directory = None if draft is None else _find_draft(draft, directory, say)
     gpus = find_gpus()
     if not gpus and driver_present():
@@ -164,7 +164,7 @@ def _find_draft(text: str, target: Path, say: Say) -> Path:
             raise ConfigError("", f"{text} is a file")
         if found.directory is not None:
             return found.directory
-        return find_snapshot(text, None, say, lambda directory: algorithm_of(directory, target)).directory
+        return find_snapshot(text, None, say, lambda directory: algorithm_of(directory, target))
     except (ConfigError, ModelError) as error:
         problem = str(error)
         remedy = "" if problem.endswith(DRAFTS) else f"; use {DRAFTS}"

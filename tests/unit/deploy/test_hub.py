@@ -32,7 +32,7 @@ from common.errors import ConfigError
 from deploy.hub import find_snapshot
 try:
     found = find_snapshot(sys.argv[1], sys.argv[2] or None, print)
-    print("FOUND", found.commit, found.directory)
+    print("FOUND", found.name, found)
 except ConfigError as error:
     print("REFUSED", error)
 """

@@ -20,7 +20,6 @@ from common.errors import ConfigError
 from common.process_entry import entry
 from deploy import cli, prepare
 from deploy.gpus import Gpu
-from deploy.hub import Snapshot
 from deploy.prepare import cluster_file_of
 from deploy.process_table import Table, write_table
 from deploy.supervisor import AlreadyRunning
@@ -68,9 +67,9 @@ def test_a_model_directory_gets_a_cluster_file(place: Path) -> None:
 def test_a_model_of_the_hub_is_looked_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def find(name: str, revision: str | None, say: object, check: object = None) -> Snapshot:
+    def find(name: str, revision: str | None, say: object, check: object = None) -> Path:
         asked.append((name, revision))
-        return Snapshot(place / "mine", "abc")
+        return place / "mine"
 
     monkeypatch.setattr(prepare, "find_snapshot", find)
     file, _ = run("acme/mine", revision="v2")
