@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
@@ -91,7 +91,7 @@ async def open_loop(
     """Send each request when it is due, however many are unanswered, or until `early_stop` ends the run."""
     run = Run()
     start = time.perf_counter()
-    async with asyncio.TaskGroup() as group, _Probe(run):
+    async with asyncio.TaskGroup() as group, _probed(run):
         lags: dict[asyncio.Task[RequestTimes], float] = {}
         unanswered: dict[asyncio.Task[RequestTimes], float] = {}
         wait_for_answers = None if early_stop is None else early_stop.drain
@@ -147,7 +147,7 @@ async def closed_loop(
             results[index] = await _send(server, server.body(request), None, answered)
 
     start = time.perf_counter()
-    async with asyncio.TaskGroup() as group, _Probe(run):
+    async with asyncio.TaskGroup() as group, _probed(run):
         for task in [group.create_task(client()) for _ in range(min(clients, len(plan)))]:
             await task
         run.seconds = time.perf_counter() - start
@@ -161,21 +161,19 @@ async def _send(server: Server, body: bytes, due: float | None, answered: Answer
     return times
 
 
-class _Probe:
-    """Notes how late short sleeps end, which delays whatever else this process measures. Use it as an async context."""
+@asynccontextmanager
+async def _probed(run: Run) -> AsyncIterator[None]:
+    """Note how late short sleeps end, which delays whatever else this process measures."""
+    task = asyncio.create_task(_probe(run.loop_lags))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
-    def __init__(self, run: Run) -> None:
-        self._lags = run.loop_lags
 
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._probe())
-
-    async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _probe(self) -> None:
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(PROBE_SECONDS)
-            self._lags.append(time.perf_counter() - began - PROBE_SECONDS)
+async def _probe(lags: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(PROBE_SECONDS)
+        lags.append(time.perf_counter() - began - PROBE_SECONDS)

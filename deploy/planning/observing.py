@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from common.messages.identity import Role
-from deploy.cluster_sample import NO_BUCKETS, Buckets, ClusterSample
+from deploy.cluster_sample import Buckets, ClusterSample
 from deploy.planning.decision import NodeSeen, Observation
 
 
@@ -68,7 +68,7 @@ def _summed(parts: Sequence[Buckets]) -> Buckets:
     for part in parts:
         for bound, count in part.counts.items():
             counts[bound] = counts.get(bound, 0.0) + count
-    return Buckets(counts) if counts else NO_BUCKETS
+    return Buckets(counts)
 
 
 def _mean(values: Sequence[float]) -> float:
