@@ -45,14 +45,6 @@ class Computation:
     host: HostParts = field(default_factory=HostParts)
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """A node, and those of its parts that tests inspect."""
-
-    node: PrefillNode
-    step: PrefillStep
-
-
 def prompt_step(computation: Computation) -> PrefillStep:
     """Compose the step that executes the plans of a node on one device; ranks that have no scheduler need only this."""
     parts, forwards = computation, computation.forwards
@@ -78,7 +70,7 @@ def assemble(
     wrap: Callable[[Worker], Worker] = lambda worker: worker,
     wrap_orders: Callable[[Orders], Orders] = lambda orders: orders,
     grammars: Grammars = NO_GRAMMARS,
-) -> Assembly:
+) -> PrefillNode:
     """Compose a node that has not started.
 
     Args:
@@ -100,7 +92,7 @@ def assemble(
     curve = CostCurve(sizes, measured.by_tokens, limits.grid, measured.context_ms)
     times = ForwardTimes(curve, learns=bool(measured.by_tokens))
     pacing = LaunchPacing(observation.clock) if measured.by_tokens else NO_PACING
-    node = PrefillNode(
+    return PrefillNode(
         links,
         Scheduling(
             space,
@@ -116,4 +108,3 @@ def assemble(
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),
     )
-    return Assembly(node, step)

@@ -202,7 +202,7 @@ def _build(
         profiler=profiler,
         garbage=FullCollections(),
     )
-    assembly = assemble(
+    node = assemble(
         Links(
             incarnation,
             routers,
@@ -220,11 +220,11 @@ def _build(
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )
-    report_late_compilations(log, assembly.node.announce)
+    report_late_compilations(log, node.announce)
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
     return BuiltPrefillNode(
-        assembly.node, routers, end, sockets, vision.images, observation, ranks, watched, host.copies
+        node, routers, end, sockets, vision.images, observation, ranks, watched, host.copies
     )
 
 

@@ -12,7 +12,6 @@ PRODUCT = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
 ROLES = {"prefill_node", "decode_node", "router"}
 # Classes that several roles have, each in the file of the same name, and the concept that they share.
 PARALLEL = {
-    "Assembly": "a composed node, and the parts of it that tests look at",
     "Computation": "what a node computes with",
     "Forwards": "the forward passes of a node before their graphs are captured",
     "Links": "the connections of a node",

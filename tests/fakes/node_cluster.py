@@ -94,7 +94,6 @@ from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.measure import MeasuredTimes
 from prefill_node.node import PrefillNode
-from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from prefill_node.vision_stage import VisionStage
 from router.dispatch.answer_states import AnswerStates
@@ -280,7 +279,6 @@ class PrefillSide(Side):
     node: PrefillNode = None  # type: ignore[assignment]
     sender: Sender = None  # type: ignore[assignment]
     peers: RouterSocket = None  # type: ignore[assignment]
-    step: PrefillStep = None  # type: ignore[assignment]
     draft: PrefillDraft = None  # type: ignore[assignment]
     forwards: Forwards = None  # type: ignore[assignment]
     host: HostParts = None  # type: ignore[assignment]
@@ -755,7 +753,7 @@ class NodeCluster:
         )
         links = [FakeLink(self.context, prefill_inbox.codec) for _ in range(shape.routers)]  # type: ignore[arg-type]
         routers = FakeLinks(links, self.clock)
-        made = prefill_assemble.assemble(
+        node = prefill_assemble.assemble(
             prefill_parts.Links(incarnation, routers, peers, sender, forwards.vision.images),
             space,
             computation,
@@ -773,10 +771,9 @@ class NodeCluster:
             links,
             space,
             True,
-            made.node,
+            node,
             sender,
             peers,
-            made.step,
             forwards.draft,
             forwards,
             computation.host,

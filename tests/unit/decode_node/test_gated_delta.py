@@ -13,11 +13,11 @@ import torch
 from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.engine.forward.batch import ForwardMode
-from common.kv_cache.host_plan import NOTHING_LOADED, Comparison
+from common.kv_cache.host_plan import Comparison
 from common.kv_cache.layer_kinds import prompt_grid
 from common.messages.generation import SamplingParams
 from prefill_node.limits import whole_chunks
-from prefill_node.step import LaunchedPrefill
+from prefill_node.step import LaunchedPrefill, PrefillStep
 from prefill_node.step_plan import PromptPlan
 from tests.fakes import drafters
 from tests.fakes.draft_models import drafting
@@ -72,18 +72,18 @@ def test_prompts_in_chunks_and_decode_steps_ahead(graphs: str) -> None:
         check(cluster, 4, PROMPTS[::-1])
 
 
-def test_no_chunk_ends_off_the_grid() -> None:
+def test_no_chunk_ends_off_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunk form is exact only up to rounding, so the same prompt is always cut at the same places."""
     assert prompt_grid(SERVED, 16) == 64
     with NodeCluster(Shape(model=SERVED, chunk_tokens=128, completion=ONE_BEHIND)) as cluster:
         ends: list[Any] = []
-        launch = cluster.prefill.step.launch
+        launch = PrefillStep.launch
 
-        def spy(plan: PromptPlan, load: Callable[[], Comparison] = lambda: NOTHING_LOADED) -> LaunchedPrefill:
+        def spy(step: PrefillStep, plan: PromptPlan, load: Callable[[], Comparison]) -> LaunchedPrefill:
             ends.extend(chunk.end for chunk in plan.chunks if not chunk.final)
-            return launch(plan, load)
+            return launch(step, plan, load)
 
-        cluster.prefill.step.launch = spy  # type: ignore[method-assign]
+        monkeypatch.setattr(PrefillStep, "launch", spy)
         check(cluster, 2, [PROMPTS[0], PROMPTS[2], PROMPTS[2][:129], PROMPTS[1]])
         assert ends
         assert not [end for end in ends if end % 64]
