@@ -73,7 +73,7 @@ _Hashes = Annotated[list[_Hash], Meta(max_length=MAX_BLOCKS)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
-class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
+class _StoredFields(msgspec.Struct, frozen=True):
     block_hashes: _Hashes
     parent_block_hash: _Hash | None
     token_ids: msgspec.Raw
@@ -83,48 +83,43 @@ class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
     lora_name: _Name | None = None
 
 
-class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+class _RemovedFields(msgspec.Struct, frozen=True):
     block_hashes: _Hashes
     medium: _Name | None = None
+
+
+class _Stored(_StoredFields, frozen=True, tag_field="type", tag="BlockStored"):
+    pass
+
+
+class _Removed(_RemovedFields, frozen=True, tag_field="type", tag="BlockRemoved"):
+    pass
 
 
 class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
     pass
 
 
-class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
-    block_hashes: _Hashes
-    parent_block_hash: _Hash | None
-    token_ids: msgspec.Raw
-    block_size: Annotated[int, Meta(ge=1)]
-    lora_id: int | None = None
-    medium: _Name | None = None
-    lora_name: _Name | None = None
+class _StoredArray(_StoredFields, frozen=True, array_like=True, tag="BlockStored"):
+    pass
 
 
-class _RemovedArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
-    block_hashes: _Hashes
-    medium: _Name | None = None
+class _RemovedArray(_RemovedFields, frozen=True, array_like=True, tag="BlockRemoved"):
+    pass
 
 
 class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
-class _Written(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[msgspec.Raw]
-    data_parallel_rank: int | None = None
-
-
-class _Read(msgspec.Struct, frozen=True, array_like=True):
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
-_batches = msgspec.msgpack.Decoder(_Read)
+_batches = msgspec.msgpack.Decoder(_RawBatch)
 _maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _ids = msgspec.msgpack.Decoder(list[int])
 _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
@@ -136,7 +131,7 @@ def encode(batch: Batch, pause: Callable[[], None] = lambda: None) -> bytes:
     for event in batch.events:
         events.append(msgspec.Raw(_encoder.encode(event)))
         pause()
-    return _encoder.encode(_Written(batch.ts, events, batch.data_parallel_rank))
+    return _encoder.encode(_RawBatch(batch.ts, events, batch.data_parallel_rank))
 
 
 def decode(payload: bytes, tokens: bool = False) -> Batch:
@@ -184,7 +179,7 @@ def _event(raw: msgspec.Raw, tokens: bool) -> Event:
     first = bytes(memoryview(raw)[:1])
     is_map = first >= b"\xde" or b"\x80" <= first < b"\x90"
     read: Any = (_maps if is_map else _arrays).decode(raw)
-    if isinstance(read, _Stored | _StoredArray):
+    if isinstance(read, _StoredFields):
         parent = read.parent_block_hash
         return BlockStored(
             [hash_of(each) for each in read.block_hashes],
@@ -195,6 +190,6 @@ def _event(raw: msgspec.Raw, tokens: bool) -> Event:
             read.medium,
             read.lora_name,
         )
-    if isinstance(read, _Removed | _RemovedArray):
+    if isinstance(read, _RemovedFields):
         return BlockRemoved([hash_of(each) for each in read.block_hashes], read.medium)
     return AllBlocksCleared()
