@@ -21,7 +21,7 @@ def greedy(
     most: int,
     **images: Tensor,
 ) -> list[list[int]]:
-    """Return up to `most` new tokens per prompt; rows that end earlier are padded after `end`.
+    """Return up to `most` new tokens per prompt; `end` can only be the last of them.
 
     `images`: what a vision model takes besides, as transformers names it.
     """
@@ -32,5 +32,5 @@ def greedy(
     untyped: Any = model  # the stubs of transformers refuse `generate` on this class
     config = GenerationConfig.from_dict(settings)
     out = untyped.generate(input_ids=ids, attention_mask=mask, generation_config=config, **images)
-    new: list[list[int]] = out[:, width:].tolist()
-    return new
+    rows: list[list[int]] = out[:, width:].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]

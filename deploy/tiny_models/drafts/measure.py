@@ -82,16 +82,14 @@ def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) ->
     for start in range(0, len(asked), per_batch):
         chosen = asked[start : start + per_batch]
         for ids, new in zip(chosen, greedy(target, chosen, 0, end, MAX_NEW_TOKENS), strict=True):
-            answered.append(Answered([*ids, *_cut(new, end, blank)], len(ids)))
+            answered.append(Answered([*ids, *_cut(new, blank)], len(ids)))
     return answered
 
 
-def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
-    for index in range(len(new)):
-        if new[index] == end:
-            return new[: index + 1]
-        if blank and new[index : index + len(blank)] == blank:
-            return new[: index + len(blank)]
+def _cut(new: list[int], blank: list[int]) -> list[int]:
+    for end in range(len(blank), len(new) + 1) if blank else ():
+        if new[end - len(blank) : end] == blank:
+            return new[:end]
     return new
 
 

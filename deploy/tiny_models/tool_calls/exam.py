@@ -143,9 +143,8 @@ def _generate(model: LanguageModel, tokenizer: Tokenizer, taken: Sequence[_Taken
         chosen = order[start : start + per_batch]
         new = greedy(model, [ids[index] for index in chosen], pad, end, MAX_NEW_TOKENS)
         for index, tokens in zip(chosen, new, strict=True):
-            cut = tokens[: tokens.index(end) + 1] if end in tokens else tokens
-            taken[index].said = tokenizer.decode(cut)
-            score.answered.append(Answered([*ids[index], *cut], len(ids[index])))
+            taken[index].said = tokenizer.decode(tokens)
+            score.answered.append(Answered([*ids[index], *tokens], len(ids[index])))
 
 
 def _json(text: str) -> Any:

@@ -68,8 +68,7 @@ def answers(
         pictures = [pixels_of(each, model.device) for each in some if each.images]
         images = {"pixel_values": torch.cat(pictures)} if pictures else {}
         new = greedy(model, ids, pad, end, MAX_NEW_TOKENS, **images)
-        for question, own, row in zip(some, ids, new, strict=True):
-            said = row[: row.index(end) + 1] if end in row else row
+        for question, own, said in zip(some, ids, new, strict=True):
             yield Reply(question, own, said, tokenizer.decode(said))
 
 
