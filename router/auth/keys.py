@@ -25,9 +25,6 @@ class KeyRing:
     def replace(self, keys: Sequence[ApiKey]) -> None:
         self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, secret: str) -> ApiKey | None:
         """Return the entry of a key unless it has expired. The time taken is the same for known and unknown keys."""
         digest = hashlib.sha256(secret.encode(errors="surrogateescape")).digest()
