@@ -57,7 +57,9 @@ class ChatAnswer:
             elif self._style.calls is None or self._style.calls.trigger is None:
                 return self._after_reasoning(asked)
             elif self._rules.calls.tools and isinstance(asked.form, JsonSchema):
-                return self._calls_or_json(asked.field, asked.form)
+                # A marker tells calls from JSON.
+                either = self._rules.calls_or_json(self._style, self._prefix, asked.form.schema)
+                return Constraint(asked.field, either)
         calls = self._rules.call_grammar(self._style, self._prefix)
         if calls is None:
             return asked if asked is None else self._after_reasoning(asked)
@@ -78,11 +80,6 @@ class ChatAnswer:
         if thought is Thought.NONE:
             return None
         return self._style.thinking_limit(budget.tokens, self._prompt, thought)
-
-    def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
-        """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""
-        grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
-        return Constraint(field, grammar)
 
     def format(self, head: AnswerHead, choices: int) -> ChatFormat:
         """Return the format of the answer."""

@@ -126,17 +126,14 @@ class StatusRoutes:
         return json_response({"version": VERSION})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        """Look up a timeline by the request id or by the id of its answer."""
+        """Look up a timeline by the request id or by the id of its answer: here, then at the other processes."""
         identity, client = request.match_info["id"], request[client_key]
-        found = self._timeline(identity) or await self._timeline_elsewhere(identity)
+        own, others, plain = self._view.timeline, self._peers.timeline, without_prefix(identity)
+        found = own(identity) or own(plain) or await others(identity) or await others(plain)
         if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
             body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
             return json_response(body, 404)
         return json_response(found)
-
-    async def _timeline_elsewhere(self, identity: str) -> dict[str, Any] | None:
-        """Look it up at the other router processes of this host."""
-        return await self._peers.timeline(identity) or await self._peers.timeline(without_prefix(identity))
 
     async def timelines(self, request: web.Request) -> web.Response:
         """Answer with the timelines of the last requests of all processes of this host, newest first.
@@ -148,9 +145,6 @@ class StatusRoutes:
         count = _limit(request)
         found = self._view.timelines(count, of) + await self._peers.latest(count, of)
         return json_response({"requests": sorted(found, key=itemgetter("age"))[:count]})
-
-    def _timeline(self, identity: str) -> dict[str, Any] | None:
-        return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))
 
 
 def without_prefix(identity: str) -> str:
