@@ -6,6 +6,7 @@ Tokens follow from the request and their position, so a token that is lost, repe
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -37,6 +38,7 @@ from router.core import assemble_core
 from router.dispatch.generation import GenerationRequest
 from router.dispatch.limits import DispatchLimits
 from router.nodes.placement import PlacementPolicy
+from router.nodes.placement_rules import PlacementRules
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.parts import ControlLink, Dispatching, NodeRules
 from router.process.freed_memory import FreedMemory
@@ -91,6 +93,9 @@ class ScriptedCluster:
     limits: DispatchLimits
     policies: dict[Role, PlacementPolicy]
     total_pages: int = 100
+    placement: PlacementRules = DEFAULT_RULES
+    movable: Sequence[str] = ()  # names of nodes that can change their role
+    prompt_times: tuple[tuple[int, float], ...] = ()  # that prefill nodes report
     asked: dict[str, AskedPrompt] = field(default_factory=dict)
     nodes: list[SteppedNode] = field(default_factory=list)  # the living ones
     # Room and incarnation of each half that was sent.
@@ -105,6 +110,9 @@ class ScriptedCluster:
         for number in range(3):
             expected[f"prefill-{number}"] = ExpectedNode("prefill", PEER_ADDRESS, 1, None)
             expected[f"decode-{number}"] = ExpectedNode("decode", "", 1, None)
+        for name in self.movable:
+            decoding = ExpectedNode("decode", "", 1, None)
+            expected[name] = ExpectedNode("prefill", PEER_ADDRESS, 1, None, decoding=decoding)
         rules = NodeRules(
             RegistrationRules(expected, page_size=PAGE, max_model_len=4096, vocab_size=VOCAB_SIZE),
             "f" * 64,
@@ -118,7 +126,7 @@ class ScriptedCluster:
             self.core = assemble_core(
                 ControlLink(mock.Mock(), "ipc://nowhere", "router", Plain(), 1 << 20),
                 rules,
-                Dispatching(self.policies, self.limits, 0.0, Random(1), DEFAULT_RULES),
+                Dispatching(self.policies, self.limits, 0.0, Random(1), self.placement),
                 observation(Log("router"), self.loop.time),
             )
         self.core.control.freed_memory = mock.AsyncMock(FreedMemory)  # which uses a thread
@@ -257,6 +265,7 @@ class SteppedNode:
                 running=len(self.jobs) - queued,
                 free_pages=max(self.cluster.total_pages - len(self.jobs), 0),
                 total_pages=self.cluster.total_pages,
+                prompt_times=self.cluster.prompt_times if self.role == "prefill" else (),
             ),
             counters=NodeCounters(),
         )
