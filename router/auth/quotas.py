@@ -127,8 +127,9 @@ class Quota:
         return QuotaClaim(self)
 
     def occupy(self, prompts: int) -> None:
-        """Count further prompts in flight. Raises RateLimited."""
-        self._check_running(prompts)
+        """Count further prompts in flight. Raises RateLimited if there are any that the key may not have."""
+        if prompts > 0:
+            self._check_running(prompts)
         self._running += prompts
         self._note(Use(running=prompts), self._clock())
 

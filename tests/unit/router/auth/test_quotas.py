@@ -88,6 +88,20 @@ def test_concurrency_counts_prompts() -> None:
     assert limited.running == 0
 
 
+def test_an_admitted_request_of_one_prompt_is_not_refused_once_its_body_is_read() -> None:
+    """The limit may have been lowered meanwhile, or another process may have admitted one at the same moment."""
+    clock, key = Clock(), api_key("s", "k", concurrency=2)
+    quotas = Quotas(clock)
+    first, second = quotas.of(key).admit(), quotas.of(key).admit()
+    quotas.replace([api_key("s", "k", concurrency=1)])
+    first.begin(1, Used(1))
+    with pytest.raises(RateLimited, match="concurrency"):
+        second.begin(2, Used(1))
+    for each in (first, second):
+        each.release()
+    assert quotas.of(key).running == 0
+
+
 def test_a_refused_request_uses_nothing() -> None:
     limited = quota(Clock(), requests_per_minute=5, concurrency=1)
     admitted = limited.admit()
