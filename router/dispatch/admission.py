@@ -218,16 +218,14 @@ class Admission:
         return cost
 
     async def enter(self, request: GenerationRequest, timeout: float) -> int:
-        """Wait for room, and admit the request as `let_in` does.
+        """Wait for room for a request for which `let_in` has just found none, and admit it in the same way.
 
         Raises Overloaded if it would wait, or has waited, longer than `timeout` or the configured limit.
         """
-        cost = self.let_in(request)
-        if cost is None:
-            cost = len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
-            now = self._clock()
-            waiting = WaitingRequest(request.client, cost, now, request.weight, priority=request.priority)
-            await self._wait(waiting, min(timeout, self._longest_wait))
+        cost = len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
+        now = self._clock()
+        waiting = WaitingRequest(request.client, cost, now, request.weight, priority=request.priority)
+        await self._wait(waiting, min(timeout, self._longest_wait))
         return cost
 
     def leave(self, client: str, cost: int) -> None:

@@ -44,7 +44,9 @@ class Rig:
         async def run() -> None:
             sampling = SamplingParams(max_tokens=max_tokens)
             asked = GenerationRequest(name, [1] * prompt, sampling, client=client, priority=priority)
-            cost = await self.admission.enter(asked, patience)
+            cost = self.admission.let_in(asked)
+            if cost is None:
+                cost = await self.admission.enter(asked, patience)
             try:
                 self.inside.append(name)
                 await self.leave[name].wait()
