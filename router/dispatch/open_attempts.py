@@ -56,7 +56,7 @@ class OpenAttempts:
             pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
             self._events.add("placed", room, request=timeline.request_id, tokens=flight.num_tokens, **pair)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
-        self._health.placed(prefill, decode)
+        self._health.placed(prefill, decode, room)
         flight.request.share.placed(prefill.incarnation, decode.incarnation)
 
     def close(self, attempt: Attempt) -> None:
@@ -71,7 +71,7 @@ class OpenAttempts:
         flight.attempt = None
         self._feedback.closed(attempt, flight)
         self._timelines.close(room)
-        self._health.released(attempt.prefill, attempt.decode)
+        self._health.released(attempt.prefill, attempt.decode, room)
         finished = attempt.finish_reason is not None
         attempt.prefill.rooms.remove(room)
         attempt.decode.rooms.remove(room)

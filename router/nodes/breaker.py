@@ -33,6 +33,7 @@ class BreakerState:
     openings: int = 0  # in a row; 0 while closed
     open_until: float = 0.0
     trial_until: float = 0.0
+    trial: int = 0  # room of the latest trial request
 
 
 class Breakers(Generic[K]):
@@ -63,16 +64,16 @@ class Breakers(Generic[K]):
         if state is not None and self._clock() >= state.open_until:
             del self.states[key]
 
-    def placed(self, key: K) -> None:
+    def placed(self, key: K, room: int) -> None:
         """Note that a request goes there. If the breaker is half-open, it is the trial, which no other may join."""
         state = self.states.get(key)
         if state is not None and state.openings:
-            state.trial_until = self._clock() + self._limits.trial
+            state.trial_until, state.trial = self._clock() + self._limits.trial, room
 
-    def released(self, key: K) -> None:
-        """Note that the trial request ended without a verdict: another one may try."""
+    def released(self, key: K, room: int) -> None:
+        """Note that a request is over. If it was the trial, which then had no verdict, another one may try."""
         state = self.states.get(key)
-        if state is not None:
+        if state is not None and state.trial == room:
             state.trial_until = 0.0
 
     def state(self, key: K) -> str:

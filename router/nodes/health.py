@@ -94,14 +94,14 @@ class NodeHealth:
         progress = min(max((now - node.since) / self._slow_start, 0.0), 1.0)
         return MIN_START_WEIGHT + (1.0 - MIN_START_WEIGHT) * progress
 
-    def placed(self, prefill: Node, decode: Node) -> None:
+    def placed(self, prefill: Node, decode: Node, room: int) -> None:
         """Note that a request was placed on this pair. It is the trial request of breakers that are half-open."""
         if not self._failures:
             return
-        self.pairs.placed((prefill.incarnation, decode.incarnation))
-        self.checksums.placed((prefill.incarnation, decode.incarnation))
-        self.nodes.placed(prefill.incarnation)
-        self.nodes.placed(decode.incarnation)
+        self.pairs.placed((prefill.incarnation, decode.incarnation), room)
+        self.checksums.placed((prefill.incarnation, decode.incarnation), room)
+        self.nodes.placed(prefill.incarnation, room)
+        self.nodes.placed(decode.incarnation, room)
 
     def transfer_failed(self, prefill: Node, decode: Node) -> None:
         if not _lost(prefill, decode):
@@ -148,14 +148,14 @@ class NodeHealth:
         if tokens >= MIN_ANSWER and node.lost_by is None:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
-    def released(self, prefill: Node, decode: Node) -> None:
+    def released(self, prefill: Node, decode: Node, room: int) -> None:
         """Note that a request on this pair is over, whether or not it reported success or failure."""
         if not self._failures:
             return
-        self.pairs.released((prefill.incarnation, decode.incarnation))
-        self.checksums.released((prefill.incarnation, decode.incarnation))
-        self.nodes.released(prefill.incarnation)
-        self.nodes.released(decode.incarnation)
+        self.pairs.released((prefill.incarnation, decode.incarnation), room)
+        self.checksums.released((prefill.incarnation, decode.incarnation), room)
+        self.nodes.released(prefill.incarnation, room)
+        self.nodes.released(decode.incarnation, room)
 
     def lost(self, node: Node) -> None:
         gone = node.incarnation

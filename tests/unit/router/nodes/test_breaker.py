@@ -41,25 +41,37 @@ def test_one_trial_at_a_time() -> None:
     clock.now += 1
     assert (breakers.state("a"), breakers.blocked()) == ("half-open", set())
     assert (breakers.is_half_open("a"), breakers.is_half_open("b")) == (True, False)
-    breakers.placed("a")
+    breakers.placed("a", 1)
     assert breakers.blocked() == {"a"}
-    breakers.released("a")
+    breakers.released("a", 1)
     assert breakers.blocked() == set(), "the trial ended without a verdict"
-    breakers.placed("a")
+    breakers.placed("a", 1)
     clock.now += 5
     assert breakers.blocked() == set(), "the trial takes too long"
     breakers.succeeded("a")
     assert breakers.state("a") == "closed"
 
 
+def test_a_request_from_before_ends_no_trial() -> None:
+    """A node may have hundreds of them, and each would let another request follow the trial."""
+    clock = Clock()
+    breakers = opened(clock)
+    clock.now += 1
+    breakers.placed("a", 2)
+    breakers.released("a", 1)
+    assert breakers.blocked() == {"a"}
+    breakers.released("a", 2)
+    assert breakers.blocked() == set()
+
+
 def test_keys_that_never_failed_take_no_memory() -> None:
     breakers: Breakers[str] = Breakers(LIMITS, Clock())
-    breakers.placed("a")
-    breakers.released("a")
+    breakers.placed("a", 1)
+    breakers.released("a", 1)
     breakers.succeeded("a")
     assert breakers.states == {}
     breakers.failed("a")
-    breakers.placed("a")
+    breakers.placed("a", 1)
     assert breakers.blocked() == set(), "one failure makes no trial of the next request"
 
 
@@ -68,7 +80,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     breakers = opened(clock)
     for pause in (2.0, 4.0, 4.0):
         clock.now += 10
-        breakers.placed("a")
+        breakers.placed("a", 1)
         breakers.failed("a")
         breakers.failed("a")  # for a request that was placed before
         clock.now += pause - 0.01

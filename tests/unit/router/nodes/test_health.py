@@ -193,7 +193,7 @@ def test_nodes_that_fail_are_left_out_while_there_are_others() -> None:
     assert [each.breaker for each in rig.health.conditions(rig.registry)] == ["open"] * 3
     rig.clock.now += NODE_LIMITS.first_pause
     prefill, decode = (rig.registry.node(name) for name in ("i-p0", "i-d0"))
-    rig.health.placed(prefill, decode)
+    rig.health.placed(prefill, decode, 1)
     rig.health.node_served(prefill)
     assert rig.choices(4)["p0"] == 2, "p1 is due for a trial"
 
@@ -223,7 +223,7 @@ def test_a_pair_that_corrupts_pages_is_left_out_for_longer() -> None:
     rig.clock.now += CHECKSUM_LIMITS.first_pause - 1
     assert rig.choices(4)["d0"] == 0
     rig.clock.now += 1
-    rig.health.placed(prefill, decode)
+    rig.health.placed(prefill, decode, 1)
     assert rig.choices(4)["d0"] == 0, "one trial at a time"
     rig.health.verified(prefill, decode)
     assert rig.choices(4)["d0"] == 2
