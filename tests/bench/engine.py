@@ -3,7 +3,8 @@
     python -m tests.bench.engine [--shape qwen3-30b-a3b] [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...]
         [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none] [--cached 0]
 
-`--cached` is the number of tokens before each prompt whose keys and values the pages already hold.
+`--cached` is the number of tokens before each prompt whose keys and values the pages already hold. With `--long 32768`
+the first request of each batch has so many tokens of context instead of `--context`.
 
 With `--ranks 2` the model is divided over two GPUs as in a node; weights, bytes and floors are those of one of them,
 and a floor contains no all-reduce. `--share 2` measures the share of one of them on one GPU (`bench_ranks.py`).
@@ -22,7 +23,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,13 +230,22 @@ class PrefillSteps:
         return clock.result(WARM_UP)
 
 
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def contexts_of(most: int, options: argparse.Namespace) -> list[int]:
+    """Return the tokens of each request before the first step."""
+    return [options.long or options.context, *[options.context] * (most - 1)]
+
+
 class DecodeSteps:
     """Batches of up to `most` requests; each step is launched before the previous one is read, as in the node."""
 
-    def __init__(self, runner: ModelRunner, wanted: str, most: int, context: int, steps: int) -> None:
+    def __init__(self, runner: ModelRunner, wanted: str, contexts: Sequence[int], steps: int) -> None:
         self._device = device = runner.pool.device
-        longest = context + steps + 8
-        pages_each = -(-longest // PAGE)
+        most, longest = len(contexts), max(contexts) + steps + 8
+        pages_each = pages_of(longest)
         table = PageTable(most, pages_each, device)
         config = runner.model.config
         placement = runner.model.placement
@@ -247,11 +257,12 @@ class DecodeSteps:
         completion = completion_for(device, one_behind=True)
         self._step = AutoregressiveStep(graphs.forward, device, completion)
         slots = most + 1 if runner.pool.state_bytes else 0
-        space = PageSpace(PAGE, 1 + most * pages_each, NoPrefixCache(), num_slots=slots)
+        each = [pages_of(context + steps + 8) for context in contexts]
+        space = PageSpace(PAGE, 1 + sum(each), NoPrefixCache(), num_slots=slots)
         self._requests = []
-        for index in range(most):
+        for index, context in enumerate(contexts):
             request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=index + 1)
-            request.lease = space.lease(as_keys(request.prompt), pages_each, 0)
+            request.lease = space.lease(as_keys(request.prompt), each[index], 0)
             assert request.lease is not None
             table.write([(request.row, logical, page) for logical, page in enumerate(request.lease.pages)])
             self._requests.append(request)
@@ -286,7 +297,7 @@ def decode_steps(runner: ModelRunner, wanted: str, most: int, options: argparse.
     config = runner.model.config
     attention = StepAttention(runner.pool, config.sliding_windows, config.attention_scale)
     decoding = ModelRunner(runner.model, runner.pool, attention)
-    return DecodeSteps(decoding, wanted, most, options.context, options.steps)
+    return DecodeSteps(decoding, wanted, contexts_of(most, options), options.steps)
 
 
 def count_experts(
@@ -346,6 +357,9 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=0, help="tokens before each prompt")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--long", type=int, help="context of the first request, if it differs from the others'"
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kernels", type=int, nargs="*", default=[], help="sizes to list the kernels of")
     parser.add_argument("--prompt-graphs", nargs="*", default=PROMPT_GRAPHS, choices=PROMPT_GRAPHS)
@@ -360,14 +374,15 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     """Measure on one rank; all ranks do the same at the same time."""
     device = here.device
     chunk = max([64, *options.prompts])
-    longest = options.context + options.steps + 8
-    pool_tokens = (
-        max(options.cached + chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
-    )
+    contexts = contexts_of(max([1, *options.batches]), options)
+    used_pages = sum(pages_of(context + options.steps + 8) for context in contexts)
+    pool_tokens = max(options.cached + chunk, used_pages * PAGE) + PAGE
     cuda = device.type == "cuda"
     began = time.perf_counter()
     raw = dict(shapes.config_of(options.shape))
-    raw["max_position_embeddings"] = max(raw["max_position_embeddings"], options.cached + chunk)
+    raw["max_position_embeddings"] = max(
+        raw["max_position_embeddings"], options.cached + chunk, max(contexts) + options.steps + 8
+    )
     runner = constructed_runner(
         raw,
         pool_tokens,
@@ -382,7 +397,8 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
         torch.cuda.synchronize()
     built = time.perf_counter() - began
     print(f"model made in {built:.1f} s", flush=True)
-    floors = Floors(runner.model, runner.pool, options.context + options.steps / 2)
+    more = contexts[0] - options.context
+    floors = Floors(runner.model, runner.pool, options.context + options.steps / 2, more)
     rows, slowest, captures, environment = [], {}, {}, describe()
     print(
         f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'launch':>8} {'floor':>8} ratio"

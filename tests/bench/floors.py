@@ -147,11 +147,12 @@ class Floors:
 
     Args:
         context: tokens that a decode step's requests have on average.
+        more: tokens that one of them has besides.
     """
 
-    def __init__(self, model: nn.Module, pool: KvPool, context: float) -> None:
+    def __init__(self, model: nn.Module, pool: KvPool, context: float, more: int = 0) -> None:
         self._model, self._pool = model, pool
-        self._context = context
+        self._context, self._more = context, more
         self._weights = weights_of(model)
         self.ceilings = Ceilings.measure(pool.device)
 
@@ -167,5 +168,6 @@ class Floors:
         if self.ceilings is None:
             return 0.0
         pool = self._pool
-        moved = batch * (self._context * pool.page_bytes / pool.page_size + 2 * pool.state_bytes)
+        tokens = batch * self._context + self._more
+        moved = tokens * pool.page_bytes / pool.page_size + 2 * batch * pool.state_bytes
         return self.ceilings.ms(self._weights, used, moved, batch)

@@ -384,7 +384,7 @@ def test_attention(dtype: torch.dtype, dim: int, page_size: int, window: int | N
     args = query, key, value, cache.page_table, cache.lengths, 4096, window, dim**-0.5
     for out in (
         decode_attention(*args),
-        decode_triton(*args, division=Division(1, 64, 2)),
+        *(decode_triton(*args, division=Division(splits, 64, 2)) for splits in (1, 3, 30)),
     ):
         for row in range(5):
             close(out[row : row + 1], cache.expected(row, query[row : row + 1], window))
@@ -448,7 +448,7 @@ def test_verify_attention(
     args = query, key, value, table, padded, masks, *tail
     for out in (
         verify_attention(*args),
-        *(verify_triton(*args, division=Division(splits, 64, 2)) for splits in (1, 7)),
+        *(verify_triton(*args, division=Division(splits, 64, 2)) for splits in (1, 3, 7)),
     ):
         close(out[:-new], expected)
         assert not out[-new:].any()

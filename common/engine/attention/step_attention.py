@@ -12,6 +12,7 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.rotary_decode import NewTokens, fuses_rotation, rotary_decode
+from common.engine.ops.step_plans import plan_decode, plan_verify
 from common.engine.ops.verify_attention import verify_attention
 from common.engine.state.pool import KvPool
 
@@ -25,6 +26,11 @@ class StepAttention(PagedAttention):
     def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
         super().__init__(pool, windows, scale)
         self._unstored: tuple[int, Tensor, NewTokens] | None = None
+        self._plans: dict[int | None, Tensor | None] = {}  # of the batch's layers, by window
+
+    def plan(self, batch: ForwardBatch) -> None:
+        super().plan(batch)
+        self._plans = {}
 
     def store(
         self,
@@ -52,9 +58,11 @@ class StepAttention(PagedAttention):
         return rotary_decode(qkv, *new, *planes, batch.page_table, *lengths, window, *scales)
 
     def _attend(self, batch: ForwardBatch, query: Tensor, layer: int) -> Tensor:
-        pool = self.pool
+        pool, window = self.pool, self._windows[layer]
         planes = StoredPlanes(pool.key(layer), pool.value(layer), *pool.scales(layer))
-        return attend_pages(batch, query, planes, self._windows[layer], self._scale)
+        if window not in self._plans:
+            self._plans[window] = plan_pages(batch, query, planes.keys, window)
+        return attend_pages(batch, query, planes, window, self._scale, self._plans[window])
 
 
 class StoredPlanes(NamedTuple):
@@ -66,17 +74,37 @@ class StoredPlanes(NamedTuple):
     value_scale: float = 1.0
 
 
-def attend_pages(
-    batch: ForwardBatch, query: Tensor, planes: StoredPlanes, window: int | None, scale: float
-) -> Tensor:
-    """Attend query [T, heads, D] over planes that hold the batch's new tokens."""
-    table, lengths, longest = batch.page_table, batch.seq_lens, batch.max_seq_len
-    keys, values, *scales = planes
+def plan_pages(batch: ForwardBatch, query: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
+    """Return the plan with which `attend_pages` attends on a GPU; None if it needs none."""
+    lengths, longest = batch.seq_lens, batch.max_seq_len
+    if not query.is_cuda or len(query) == 0:
+        return None
     if batch.mode is ForwardMode.DECODE:
-        out: Tensor = decode_attention(query, keys, values, table, lengths, longest, window, scale, *scales)
+        return plan_decode(query, keys, lengths, longest, window)
+    if batch.tree_mask is not None:
+        return plan_verify(query, keys, lengths, batch.tree_mask, longest, window)
+    return None
+
+
+def attend_pages(
+    batch: ForwardBatch,
+    query: Tensor,
+    planes: StoredPlanes,
+    window: int | None,
+    scale: float,
+    plan: Tensor | None = None,
+) -> Tensor:
+    """Attend query [T, heads, D] over planes that hold the batch's new tokens.
+
+    Args:
+        plan: `plan_pages` of the batch, for any layer with this window.
+    """
+    table, lengths, longest = batch.page_table, batch.seq_lens, batch.max_seq_len
+    pages, scales = (planes.keys, planes.values, table), (scale, planes.key_scale, planes.value_scale)
+    if batch.mode is ForwardMode.DECODE:
+        out: Tensor = decode_attention(query, *pages, lengths, longest, window, *scales, plan)
     elif batch.tree_mask is not None:
-        tree = batch.tree_mask
-        out = verify_attention(query, keys, values, table, lengths, tree, longest, window, scale, *scales)
+        out = verify_attention(query, *pages, lengths, batch.tree_mask, longest, window, *scales, plan)
     else:
-        out = extend_attention(query, keys, values, table, batch.query_start, lengths, window, scale, *scales)
+        out = extend_attention(query, *pages, batch.query_start, lengths, window, *scales)
     return out

@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import Division, KeyParts, choose_division, keys_of_part, store_part
+from common.engine.ops.key_parts import Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_attention import check_layout, load_keys
 from common.engine.ops.paged_gather import attend, first_visible, gather
+from common.engine.ops.part_plan import part_at
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
+from common.engine.ops.step_plans import decode_division, plan_decode
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     await_previous,
     chained,
     kernel_with_varying,
-    multiprocessors,
     next_power_of_2,
     tl,
 )
@@ -43,6 +44,7 @@ def decode_reference(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of one new token per request over its seq_lens[b] cached positions, including its own.
 
@@ -56,6 +58,8 @@ def decode_reference(
         max_seq_len: upper bound of seq_lens known to the host; the size of the gather.
         scale: of scores.
         key_scale, value_scale: what stored keys and values are multiplied by.
+        plan: `plan_decode` of these requests, for all layers with the same window; only kernels need one, and a call
+            without one makes its own.
 
     Returns [B, heads, D].
     """
@@ -95,6 +99,7 @@ def _decode_cpu(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Compute the same on the CPU, where lengths can be read: no request is padded to the longest one of the batch."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -121,6 +126,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
+    plan_ptr,  # read if PLANNED
     out_ptr,  # [B, HEADS, D]
     part_ptr,  # this and the next two: see `store_part`
     lse_ptr,
@@ -136,7 +142,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
-    SPLIT: tl.constexpr,  # more than one part
+    PLANNED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SPLIT: tl.constexpr,  # a request may have more than one part
     COMBINED: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -150,12 +158,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     """Each program computes one part of one request's keys, for all query heads of one KV head."""
     await_previous(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lens_ptr + request)
+    kv_head, place = tl.program_id(0), tl.program_id(1)
+    request, split, length, granules = part_at(plan_ptr, lens_ptr, place, splits, PLANNED, FIELDS)
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    begin, end, used = keys_of_part(begin, length, split, splits, GRANULE, BLOCK_N)
+    begin, end, used = keys_of_part(begin, length, split, splits, granules, PLANNED, GRANULE, BLOCK_N)
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     inside = (dim < D)[None, :]
@@ -194,8 +202,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
     ended = ended_ptr + request * KV_HEADS + kv_head
     base = request * HEADS + kv_head * GROUP
+    shift = (place - split - request) * HEADS
     store_part(
-        *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, splits),
+        *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, shift, HEADS),
         *(out_ptr, part_ptr, lse_ptr, ended),
         *(SPLIT, COMBINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
@@ -212,10 +221,15 @@ def decode_triton(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
     division: Division | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """Split over keys (flash-decoding). A padding row (length 0) yields zeros."""
+    """Split over keys (flash-decoding), long requests into more parts. A padding row (length 0) yields zeros.
+
+    Args:
+        division: replaces the one that `plan_decode` chooses.
+    """
     batch, heads, head_dim = query.shape
     _, page_size, kv_heads, _ = key_plane.shape
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
@@ -223,22 +237,23 @@ def decode_triton(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if batch == 0:
         return out
-    keys = max_seq_len if window is None else min(max_seq_len, window)
-    head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
+    if plan is None:
+        plan = plan_decode(query, key_plane, seq_lens, max_seq_len, window, division)
+    division = division or decode_division(query, key_plane, max_seq_len, window)[0]
     group = heads // kv_heads
-    division = division or choose_division(batch * kv_heads, group, keys, head_bytes, processors)
-    splits, rows = division.splits, max(next_power_of_2(group), 16)
+    rows = max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
         rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device), rows
     )
-    parts = KeyParts(batch * kv_heads, group, division, out)
+    parts = KeyParts(batch * kv_heads, group, division, batch, plan, out)
     block_d = max(next_power_of_2(head_dim), 16)
-    _decode_kernel[(kv_heads, splits, batch)](
+    _decode_kernel[(kv_heads, parts.places)](
         query,
         key_plane,
         value_plane,
         page_table,
         seq_lens,
+        seq_lens if plan is None else plan,
         out,
         *parts.arguments,
         query.stride(0),
@@ -246,7 +261,7 @@ def decode_triton(
         window or 0,
         scale * key_scale * LOG2_E,
         value_scale,
-        splits,
+        division.splits,
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
+from common.engine.ops.part_plan import FIELDS, GRANULE, places_in, places_of, plan_parts
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -23,7 +24,6 @@ from common.engine.ops.triton_kernel import (
 )
 
 BLOCK_KEYS = 64  # keys per step of a part
-GRANULE = 16  # parts are multiples of this many keys
 MAX_SPLITS = 32
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3
@@ -43,8 +43,25 @@ class Division(NamedTuple):
     stages: int
 
     def is_combined(self, rows: int) -> bool:
-        """Return whether the last program of a tile of `rows` rows adds up its parts."""
-        return 1 < self.splits <= MAX_COMBINED // rows
+        """Return whether the last program of a tile of `rows` rows adds up its parts.
+
+        That also holds if requests have one part unless they are longer than others.
+        """
+        return self.splits <= max(MAX_COMBINED // rows, 1)
+
+    def plan(
+        self, seq_lens: Tensor, max_keys: int, kept_out: int = 0, window: int | None = None
+    ) -> Tensor | None:
+        """Return the plan of a batch's parts (`plan_parts`); None for one request, whose parts are alike.
+
+        Args:
+            max_keys: upper bound of a request's keys.
+        """
+        requests = len(seq_lens)
+        if requests == 1:
+            return None
+        places = places_of(requests, self.splits, max_keys, self.keys)
+        return plan_parts(seq_lens, self.splits, places, self.keys, kept_out, window)
 
 
 def choose_division(programs: int, rows: int, max_keys: int, head_bytes: int, processors: int) -> Division:
@@ -83,15 +100,20 @@ def choose_eight_bits_division(
 
 @kernel
 def keys_of_part(  # type: ignore[no-untyped-def]
-    begin, end, split, splits, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr
+    begin, end, split, splits, granules, PLANNED: tl.constexpr, GRANULE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return the first key of part `split` of keys begin .. end - 1, the one after its last, and the number of parts.
 
-    A part has at least one step of keys, so short requests have fewer than `splits` parts; there is always one. The
-    others begin at or after `end`.
+    There is always one part. Those past the last one begin at or after `end`.
+
+    Args:
+        granules: of a part, if PLANNED. Otherwise there are up to `splits` parts, of at least one step of keys.
     """
-    # The compiler has to see that it is a multiple of GRANULE, which BLOCK_N is.
-    part = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), GRANULE), BLOCK_N // GRANULE) * GRANULE
+    # The compiler has to see that a part is a multiple of GRANULE, which BLOCK_N is.
+    if PLANNED:
+        part = granules * GRANULE
+    else:
+        part = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), GRANULE), BLOCK_N // GRANULE) * GRANULE
     used = tl.maximum(tl.cdiv(end - begin, part), 1)
     begin += split * part
     return begin, tl.minimum(begin + part, end), used
@@ -111,12 +133,13 @@ def store_part(  # type: ignore[no-untyped-def]
     count,  # such rows in all
     split,
     used,  # parts that have keys, at least 1: the first ones
-    splits,
-    out_ptr,  # [lines, D]
-    part_ptr,  # [lines, splits, D] float32; used if SPLIT
-    lse_ptr,  # [lines, splits] float32; used if SPLIT
+    shift,  # int64: from a line to the same one of the request's first part
+    lines,  # rows of the output of one request
+    out_ptr,  # [B * lines, D]
+    part_ptr,  # [places, lines, D] float32; used if SPLIT
+    lse_ptr,  # [places, lines] float32; used if SPLIT
     ended_ptr,  # int32: programs of this tile that have ended; zero before and after; used if COMBINED
-    SPLIT: tl.constexpr,  # more than one part
+    SPLIT: tl.constexpr,  # a request may have more than one part
     COMBINED: tl.constexpr,  # the tile's last program adds up the parts
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one KV head
@@ -128,7 +151,7 @@ def store_part(  # type: ignore[no-untyped-def]
     """End a program of attention: store the result, or that of a part, and the sum of all parts if it is the last."""
     stored = live[:, None] & (dim < D)[None, :]
     whole = out_ptr + line[:, None] * D + dim[None, :]
-    place = line * splits + split
+    place = line + shift + split * lines
     if not SPLIT:
         tl.store(whole, result.to(out_ptr.dtype.element_ty), mask=stored)
     elif not COMBINED:
@@ -144,15 +167,15 @@ def store_part(  # type: ignore[no-untyped-def]
         if ended == used - 1:
             tl.store(ended_ptr, 0)
             _add_parts(
-                *(base, first, count, used, splits, out_ptr, part_ptr, lse_ptr),
+                *(base, first, count, used, shift, lines, out_ptr, part_ptr, lse_ptr),
                 *(HEADS, GROUP, D, LIVE_ROWS, BLOCK_D, TOGETHER),
             )
 
 
 @kernel
 def _add_parts(  # type: ignore[no-untyped-def]
-    base, first, count, used, splits, out_ptr, part_ptr, lse_ptr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TOGETHER: tl.constexpr,
+    base, first, count, used, shift, lines, out_ptr, part_ptr, lse_ptr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a tile. Other multiprocessors wrote them, so no cache of this one is read."""
     row, dim = first + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -163,15 +186,15 @@ def _add_parts(  # type: ignore[no-untyped-def]
     out = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for begin in range(0, used, TOGETHER):
         for each in tl.static_range(TOGETHER):
-            place = line * splits + begin + each
+            place = line + shift + (begin + each) * lines
             there = live & (begin + each < used)
             read = there[:, None] & (dim < D)[None, :]
             lse = tl.load(lse_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
             part = part_ptr + place[:, None] * D + dim[None, :]
             part = tl.load(part, mask=read, other=0.0, cache_modifier=".cg")
             new_most = tl.maximum(most, lse)
-            shift = tl.where(new_most == float("-inf"), 0.0, new_most)
-            weight, shrink = tl.exp2(lse - shift), tl.exp2(most - shift)
+            finite = tl.where(new_most == float("-inf"), 0.0, new_most)
+            weight, shrink = tl.exp2(lse - finite), tl.exp2(most - finite)
             total = total * shrink + weight
             out = out * shrink[:, None] + part * weight[:, None]
             most = new_most
@@ -180,27 +203,45 @@ def _add_parts(  # type: ignore[no-untyped-def]
     tl.store(whole, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
 
 
-@kernel_with_varying("splits")
+@kernel_with_varying("splits", "lines")
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    part_ptr,  # [lines, splits, D] float32
-    lse_ptr,  # [lines, splits] float32
-    out_ptr,  # [lines, D]
+    part_ptr,  # [places, lines, D] float32
+    lse_ptr,  # [places, lines] float32
+    firsts_ptr,  # [B + 1]: the places of the requests' first parts; not read unless PLANNED
+    out_ptr,  # [B * lines, D]
     splits,
+    lines,
     D: tl.constexpr,
+    PLANNED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     await_previous(CHAINED)
     line = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + line * splits + split, mask=split < splits, other=float("-inf"))
-    most = tl.max(lse, axis=0)
-    weight = tl.exp2(lse - tl.where(most == float("-inf"), 0.0, most))
-    live = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
-    part = tl.load(part_ptr + (line * splits + split)[:, None] * D + dim[None, :], mask=live, other=0.0)
-    total = tl.sum(weight, axis=0)
-    out = tl.sum(part * weight[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    request = line // lines
+    if PLANNED:
+        first = tl.load(firsts_ptr + request)
+        used = tl.load(firsts_ptr + request + 1) - first
+    else:
+        first, used = request * splits, splits
+    place = line + (first - request) * lines
+    part, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    most = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    out = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, used, BLOCK_S):
+        read = place + (start + part) * lines
+        lse = tl.load(lse_ptr + read, mask=start + part < used, other=float("-inf"))
+        new_most = tl.maximum(most, tl.max(lse, axis=0))
+        finite = tl.where(new_most == float("-inf"), 0.0, new_most)
+        weight, shrink = tl.exp2(lse - finite), tl.exp2(most - finite)
+        live = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
+        values = tl.load(part_ptr + read[:, None] * D + dim[None, :], mask=live, other=0.0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        out = out * shrink + tl.sum(values * weight[:, None], axis=0)
+        most = new_most
+    out /= tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + line * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
 
 
@@ -208,49 +249,63 @@ class KeyParts:
     """Room for the parts of one call of attention: each part's output, and the base-2 log of its sum.
 
     Attributes:
+        places: the parts for which the grid has room.
+        lines: rows of the output of one request.
         arguments: of `store_part` from part_ptr on; the last one is that of the first tile.
         constants: of the attention kernel.
     """
 
-    def __init__(self, tiles: int, rows: int, division: Division, out: Tensor) -> None:
+    def __init__(
+        self, tiles: int, rows: int, division: Division, requests: int, plan: Tensor | None, out: Tensor
+    ) -> None:
         """Make room for the parts of some tiles.
 
         Args:
+            tiles: of all requests.
             rows: tokens times query heads of one KV head in one tile.
+            plan: of `division` for these requests; without one they all have as many parts.
             out: [T, heads, D].
         """
-        self._splits, self._out = division.splits, out
-        self._combined = division.is_combined(rows)
+        self.lines = out[..., 0].numel() // requests
+        self.places = requests * division.splits if plan is None else places_in(plan, requests)
+        self._splits, self._plan, self._out = division.splits, plan, out
+        split, combined = self.places > requests, division.is_combined(rows)
+        self._added_up = not split or combined
         self.arguments = out, out, out  # not used without parts
-        if self._splits > 1:
-            shape = *out.shape[:2], self._splits
+        if split:
+            shape = self.places, self.lines
             outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             lse = torch.empty(shape, dtype=torch.float32, device=out.device)
             self.arguments = outputs, lse, lse
-            if self._combined:
+            if combined:
                 assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
                 self.arguments = outputs, lse, ended_programs(out.device)
         live_rows = next_power_of_2(rows)
         self.constants = {
-            "SPLIT": self._splits > 1,
-            "COMBINED": self._combined,
+            "PLANNED": plan is not None,
+            "FIELDS": FIELDS,
+            "SPLIT": split,
+            "COMBINED": split and combined,
             "GRANULE": GRANULE,
             "LIVE_ROWS": live_rows,
-            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if self._combined else 1,
+            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if split and combined else 1,
         }
 
     def combine(self) -> None:
         """Add up the parts that the attention kernel has not. A line without any part becomes zero."""
-        if self._splits == 1 or self._combined:
+        if self._added_up:
             return
         outputs, lse, _ = self.arguments
         head_dim = self._out.shape[-1]
-        _combine_kernel[(lse.numel() // self._splits,)](
+        _combine_kernel[(self._out[..., 0].numel(),)](
             outputs,
             lse,
+            lse if self._plan is None else self._plan[self.places * FIELDS :],
             self._out,
             self._splits,
+            self.lines,
             D=head_dim,
+            PLANNED=self._plan is not None,
             BLOCK_S=next_power_of_2(self._splits),
             BLOCK_D=max(next_power_of_2(head_dim), 16),
             num_warps=2,

@@ -12,6 +12,7 @@ from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import KeyParts, choose_division, keys_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
+from common.engine.ops.part_plan import part_at
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
@@ -123,7 +124,9 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     TURNED: tl.constexpr,  # half of the dimensions that are rotated
     NORM: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
-    SPLIT: tl.constexpr,  # more than one part
+    PLANNED: tl.constexpr,  # never: usually there is one request
+    FIELDS: tl.constexpr,
+    SPLIT: tl.constexpr,  # a request may have more than one part
     COMBINED: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -140,12 +143,12 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     """
     launch_next(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lens_ptr + request)
+    kv_head, place = tl.program_id(0), tl.program_id(1)
+    request, split, length, granules = part_at(lens_ptr, lens_ptr, place, splits, PLANNED, FIELDS)
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    begin, end, used = keys_of_part(begin, length, split, splits, GRANULE, BLOCK_N)
+    begin, end, used = keys_of_part(begin, length, split, splits, granules, PLANNED, GRANULE, BLOCK_N)
     last = length - 1
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -206,8 +209,9 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
     ended = ended_ptr + request * KV_HEADS + kv_head
     base = request * HEADS + kv_head * GROUP
+    shift = (place - split - request) * HEADS
     store_part(
-        *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, splits),
+        *(result, lse, base + row, row < GROUP, dim, base, 0, GROUP, split, used, shift, HEADS),
         *(out_ptr, part_ptr, lse_ptr, ended),
         *(SPLIT, COMBINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
@@ -258,12 +262,12 @@ def rotary_decode_triton(
     head_bytes, processors = head_dim * qkv.element_size(), multiprocessors(qkv.device)
     group = heads // kv_heads
     division = choose_division(batch * kv_heads, group, keys, head_bytes, processors)
-    splits, rows = division.splits, max(next_power_of_2(group), 16)
+    rows = max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
         rows, max_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows
     )
-    parts = KeyParts(batch * kv_heads, group, division, out)
-    _rotary_decode_kernel[(kv_heads, splits, batch)](
+    parts = KeyParts(batch * kv_heads, group, division, batch, None, out)
+    _rotary_decode_kernel[(kv_heads, parts.places)](
         *(qkv, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight),
         *(slots, key_plane, value_plane, page_table, seq_lens, out, *parts.arguments),
         slots.shape[0],
@@ -274,7 +278,7 @@ def rotary_decode_triton(
         scale * key_scale * LOG2_E,
         key_scale,
         value_scale,
-        splits,
+        division.splits,
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import Division, KeyParts, keys_of_part, store_part
+from common.engine.ops.key_parts import SPREAD_PROGRAMS, Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.paged_gather import gather
+from common.engine.ops.part_plan import part_at
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
+from common.engine.ops.step_plans import MAX_BITS, MAX_ROWS, has_bits, plan_verify, rows_of, verify_division
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     await_previous,
@@ -25,13 +26,9 @@ from common.engine.ops.triton_kernel import (
     chained,
     kernel,
     kernel_with_varying,
-    multiprocessors,
     next_power_of_2,
     tl,
 )
-
-MAX_ROWS = 64  # new tokens times query heads of a KV head in one tile: with more, the keys are read once more
-MAX_BITS = 64
 
 
 def verify_reference(
@@ -46,6 +43,7 @@ def verify_reference(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Attend all rows in one launch, without host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
@@ -60,6 +58,8 @@ def verify_reference(
         window: number of positions that a query sees, including its own; None: all before it.
         scale: of scores.
         key_scale, value_scale: what stored keys and values are multiplied by.
+        plan: `plan_verify` of these requests, for all layers with the same window; only kernels need one, and a call
+            without one makes its own.
 
     Returns [B * N, heads, D].
     """
@@ -117,6 +117,7 @@ def _verify_cpu(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Compute the same where lengths can be read: a request is neither padded to the longest nor affected by others."""
     _, new, width = tree_mask.shape
@@ -171,6 +172,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [B, max_pages]
     lens_ptr,  # [B]
     mask_ptr,  # [B, new, width]
+    plan_ptr,  # read if PLANNED
     out_ptr,  # [B * new, HEADS, D]
     part_ptr,  # this and the next two: see `store_part`
     lse_ptr,
@@ -191,7 +193,9 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPREAD: tl.constexpr,  # values are multiplied in the order of `spread_columns`
-    SPLIT: tl.constexpr,  # more than one part
+    PLANNED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SPLIT: tl.constexpr,  # a request may have more than one part
     COMBINED: tl.constexpr,
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
@@ -213,15 +217,15 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
-    split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lens_ptr + request)
+    place = tl.program_id(1)
+    request, split, length, granules = part_at(plan_ptr, lens_ptr, place, splits, PLANNED, FIELDS)
     prefix = tl.maximum(length - width, 0)
     begin, bound = 0, prefix
     if BITS:
         bound = length
     if WINDOW:
         begin = tl.maximum(prefix - window + 1, 0)
-    begin, end, used = keys_of_part(begin, bound, split, splits, GRANULE, BLOCK_N)
+    begin, end, used = keys_of_part(begin, bound, split, splits, granules, PLANNED, GRANULE, BLOCK_N)
 
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     token, head = request * new + row // GROUP, kv_head * GROUP + row % GROUP
@@ -251,9 +255,9 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
         seen = live[None, :]
         if BITS:
-            place = position - prefix
-            bit = bits[:, None] >> tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)[None, :]
-            seen = seen & ((place < 0)[None, :] | (bit & 1 != 0))
+            at = position - prefix
+            bit = bits[:, None] >> tl.minimum(tl.maximum(at, 0), 63).to(tl.int64)[None, :]
+            seen = seen & ((at < 0)[None, :] | (bit & 1 != 0))
         if WINDOW:
             seen = seen & (position[None, :] > (prefix + depth - window)[:, None])
         score = tl.where(seen, score, float("-inf"))
@@ -268,20 +272,18 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         slot = tl.arange(0, BLOCK_W)
         above = tl.zeros((ROWS,), tl.int32)  # ancestors in earlier slots, including the row itself
         for start in range(0, tree_end, BLOCK_W):
-            place = start + slot
-            live = place < tree_end
-            seen = (
-                tl.load(tree[:, None] + place[None, :], mask=live_row[:, None] & live[None, :], other=0) != 0
-            )
+            at = start + slot
+            live = at < tree_end
+            seen = tl.load(tree[:, None] + at[None, :], mask=live_row[:, None] & live[None, :], other=0) != 0
             if WINDOW:
                 upto = above[:, None] + tl.cumsum(seen.to(tl.int32), axis=1)
                 above += tl.sum(seen.to(tl.int32), axis=1)
                 seen = seen & (depth[:, None] + 1 - upto < window)
-            page = tl.load(table + (prefix + place) // PAGE_SIZE, mask=live, other=0)
-            key = load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+            page = tl.load(table + (prefix + at) // PAGE_SIZE, mask=live, other=0)
+            key = load_keys(key_ptr, page, prefix + at, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
             score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
             score = tl.where(seen, score, float("-inf"))
-            value = load_keys(value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+            value = load_keys(value_ptr, page, prefix + at, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
             if SPREAD:
                 value = spread_columns(value, BLOCK_W, BLOCK_D)
             most, total, out = online_softmax(most, total, out, score, value.to(query.dtype), False)
@@ -294,20 +296,10 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     lse = most + tl.log2(tl.where(total > 0.0, total, 1.0))
     ended = ended_ptr + request * tl.num_programs(0) + tl.program_id(0)
     base = request * new * HEADS + kv_head * GROUP
+    line, lines = token * HEADS + head, new * HEADS
+    shift = (place - split - request) * lines
     store_part(
-        *(
-            result,
-            lse,
-            token * HEADS + head,
-            live_row,
-            dim,
-            base,
-            tile * ROWS,
-            new * GROUP,
-            split,
-            used,
-            splits,
-        ),
+        *(result, lse, line, live_row, dim, base, tile * ROWS, new * GROUP, split, used, shift, lines),
         *(out_ptr, part_ptr, lse_ptr, ended),
         *(SPLIT, COMBINED, HEADS, GROUP, D, BLOCK_D, LIVE_ROWS, TOGETHER),
     )
@@ -325,12 +317,16 @@ def verify_triton(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
     division: Division | None = None,
     num_warps: int = 4,
 ) -> Tensor:
-    """Let all new tokens of a request read its keys together, split into parts.
+    """Let all new tokens of a request read its keys together, those of long requests in more parts.
 
     A padding row (length 0) yields zeros.
+
+    Args:
+        division: replaces the one that `plan_verify` chooses.
     """
     batch, new, width = tree_mask.shape
     count, heads, head_dim = query.shape
@@ -343,29 +339,26 @@ def verify_triton(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out
-    all_rows = new * (heads // kv_heads)
-    rows = min(max(next_power_of_2(all_rows), 16), MAX_ROWS)
-    tiles = cdiv(all_rows, rows)
-    keys = max_seq_len if window is None else min(max_seq_len, window)
-    head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
-    programs, eight_bits = batch * kv_heads * tiles, key_plane.dtype is FP8
-    choose = key_parts.choose_eight_bits_division if eight_bits else key_parts.choose_division
-    division = division or choose(programs, min(rows, all_rows), keys, head_bytes, processors)
+    if plan is None:
+        plan = plan_verify(query, key_plane, seq_lens, tree_mask, max_seq_len, window, division)
+    division = division or verify_division(query, key_plane, new, max_seq_len, window)[0]
+    all_rows, eight_bits = new * (heads // kv_heads), key_plane.dtype is FP8
+    programs = batch * kv_heads * cdiv(all_rows, rows_of(new, heads // kv_heads))
     sizes = division.keys, division.stages, head_dim, query.element_size()
-    rows, block_keys = cut_attention(rows, *sizes, room_of(query.device))
-    splits, tiles = division.splits, cdiv(all_rows, rows)
-    bits = window is None and width <= MAX_BITS
-    parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, out)
-    _verify_kernel[(kv_heads * tiles, splits, batch)](
-        *(query, key_plane, value_plane, page_table, seq_lens, tree_mask, out, *parts.arguments, new, width),
+    rows, block_keys = cut_attention(rows_of(new, heads // kv_heads), *sizes, room_of(query.device))
+    tiles, bits = cdiv(all_rows, rows), has_bits(width, window)
+    parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, batch, plan, out)
+    _verify_kernel[(kv_heads * tiles, parts.places)](
+        *(query, key_plane, value_plane, page_table, seq_lens, tree_mask, seq_lens if plan is None else plan),
+        *(out, *parts.arguments, new, width),
         *(query.stride(0), page_table.stride(0), tree_mask.stride(0), tree_mask.stride(1), window or 0),
-        *(scale * key_scale * LOG2_E, value_scale, splits),
+        *(scale * key_scale * LOG2_E, value_scale, division.splits),
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         EIGHT_BITS=eight_bits,
-        SPREAD=eight_bits and rows < MAX_ROWS and programs >= key_parts.SPREAD_PROGRAMS,
+        SPREAD=eight_bits and rows < MAX_ROWS and programs >= SPREAD_PROGRAMS,
         WINDOW=window is not None,
         BITS=bits,
         ROWS=rows,

@@ -76,9 +76,9 @@ def test_counts_of_ended_programs_start_at_zero_again() -> None:
 
 def test_only_calls_whose_last_program_adds_up_the_parts_are_counted() -> None:
     division, out = Division(2, 16, 2), torch.empty(1, 1, 16)
-    KeyParts(MAX_TILES + 1, MAX_COMBINED, division, out)
+    KeyParts(MAX_TILES + 1, MAX_COMBINED, division, 1, None, out)
     with pytest.raises(AssertionError, match="can be counted"):
-        KeyParts(MAX_TILES + 1, 1, division, out)
+        KeyParts(MAX_TILES + 1, 1, division, 1, None, out)
 
 
 def test_a_graph_cannot_own_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_many_parts_of_few_rows_take_shorter_steps() -> None:
         each: [rows for rows in (4, 8, 16, 32) if Division(each, 64, 2).is_combined(rows)]
         for each in (1, 3, 12)
     }
-    assert combined == {1: [], 3: [4, 8, 16], 12: [4]}
+    assert combined == {1: [4, 8, 16, 32], 3: [4, 8, 16], 12: [4]}
 
 
 def test_divisions_over_pages_in_eight_bits() -> None:
