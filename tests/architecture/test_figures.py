@@ -64,7 +64,7 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
     ("case", "rate", "tree"),
     [
         ("plain", "16/s", "c0763543"),
-        ("EAGLE-3", "16/s", "62e74922"),
+        ("EAGLE-3", "16/s", "7c8b9c3c"),
         ("plain", "32/s", "8dbc1362"),
         ("EAGLE-3", "32/s", "8dbc1362"),
         ("plain", "32/s, held", "e069ad88"),
