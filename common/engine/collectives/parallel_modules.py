@@ -34,7 +34,7 @@ class ParallelLinear(Linear):
     def __init__(self, inner: Linear, group: CollectiveGroup) -> None:
         super().__init__()
         self.inner, self.reads = inner, inner.reads
-        # The operations find the group by its number while it exists.
+        # Kept because the operations find the group by its number only while it exists.
         self._group, self.number = group, group.number
 
     @abstractmethod
@@ -110,7 +110,8 @@ class ParallelExperts(ExpertProducts):
     def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
         super().__init__()
         self.inner, self.reads, self.share = inner, inner.reads, inner.share
-        self.number = group.number
+        # Kept because the operations find the group by its number only while it exists.
+        self._group, self.number = group, group.number
 
     def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
         """Return this rank's share of the parts; those of experts on other ranks are not defined."""
@@ -156,7 +157,8 @@ class VocabParallelEmbedding(Embedding):
 
     def __init__(self, inner: Embedding, group: CollectiveGroup) -> None:
         super().__init__(inner.name, inner.vocab_size, inner.tokens, inner.weight)
-        self.number = group.number
+        # Kept because the operations find the group by its number only while it exists.
+        self._group, self.number = group, group.number
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [T, H] for ids [T] int64; ids of other ranks have zeros in this rank's addend."""
