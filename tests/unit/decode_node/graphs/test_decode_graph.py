@@ -225,7 +225,7 @@ def test_every_captured_graph_replays() -> None:
     assert (totals.captured, totals.unused) == (4 * len(buckets), 0)
 
 
-def test_can_run_and_no_graphs() -> None:
+def test_a_batch_fits_a_graph_or_gets_a_reason() -> None:
     """The decode graph answers for each batch whether it can run, and without graphs names that reason (row B4)."""
     graphs = rig("tape", (1, 4)).graphs.graphs
     facts = SamplingVariant(True, False, None)

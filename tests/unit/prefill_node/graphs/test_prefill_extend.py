@@ -196,7 +196,7 @@ def test_given_embeddings_replay_the_same_graph_as_text(backend: Callable[[], Ba
         extend(driver.batch([0], [5]), torch.zeros(5, 31))
 
 
-def test_can_run_names_shape_or_reason() -> None:
+def test_a_batch_gets_a_shape_or_a_reason() -> None:
     """Rows B4, B6, and padding above twice the live tokens."""
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, hidden=LAST)
     expected = {
