@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.kv_cache.host_cache import pages_of
 from common.kv_cache.host_layout import BLOCK_TOKENS, STATE_SHARE, HostLayout, host_layout
 from common.kv_cache.plane import Kept, Plane
 from common.kv_cache.pool_layout import PoolLayout
@@ -24,7 +25,8 @@ def device(page_size: int, keeps_state: bool = False) -> PoolLayout:
 def check(layout: HostLayout, given: int, ours: PoolLayout) -> None:
     assert given / 2 < layout.planes.total_bytes <= given
     assert layout.planes.spec == ours.spec
-    assert layout.planes.num_pages == (layout.blocks + 1) * layout.block_pages
+    used = pages_of(range(layout.blocks + 1), layout.block_pages)
+    assert used == list(range(layout.planes.num_pages)), "blocks neither overlap nor leave anything out"
 
 
 @pytest.mark.parametrize(("page_size", "block"), [(1, 256), (16, 256), (48, 288), (512, 512)])
