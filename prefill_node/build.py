@@ -237,7 +237,11 @@ def _image_stage(
     log: Log,
     served: ServingModel,
 ) -> MakeStage:
-    """Load the vision part, whose images come from all routers over sockets `link`; once the ranks are connected."""
+    """Load the vision part and return what builds its stage. Needs connected ranks.
+
+    Args:
+        link: identity of this node's sockets to the routers, over which images arrive.
+    """
     cluster = resolved.cluster
     return load_vision_stage(
         resolved.model_path,

@@ -56,6 +56,7 @@ class ResponsesForm(AnswerForm):
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         events = b""
         if not self._number:
+            # Sent with the first piece and not before it, so that all events are numbered.
             response = self._response("in_progress")
             for kind in ("response.created", "response.in_progress"):
                 events += self._event(kind, response=response)

@@ -65,5 +65,5 @@ class StateRows:
 
     @property
     def row_copies(self) -> RowCopies:
-        """Copies of how many tokens the state of a row holds, and of its window; a row needs its slot besides."""
+        """Copies of how many tokens the state of a row holds, and of its window; a row that is written needs a slot."""
         return RowCopies((self.held, *self.windows.values()))
