@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from common.errors import ConfigError
-from deploy.load_generator import measurement
+from deploy.load_generator import measurement, runs
 from deploy.load_generator.loads import closed_load, open_load
 from deploy.load_generator.measurement import Bodies, Measurement, Target, turns
 from deploy.load_generator.plan import (
@@ -246,6 +246,30 @@ async def test_no_garbage_collection_makes_a_gap_in_a_run(
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("room", "before"), [(1 << 20, 4), (5, 2)])
+async def test_bodies_are_made_before_an_open_loop_begins(
+    room: int, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else making a long one would delay other requests. Their memory is bounded: each has 4 bytes here."""
+    events: list[str] = []
+
+    def body(request: PlannedRequest) -> bytes:
+        events.append("made")
+        return b"body"
+
+    async def send(session: aiohttp.ClientSession, url: str, body: bytes, due: float | None) -> RequestTimes:
+        events.append("sent")
+        return RequestTimes()
+
+    monkeypatch.setattr(runs, "MADE_BYTES", room)
+    monkeypatch.setattr(runs, "stream_completion", send)
+    plan = [PlannedRequest(due, (Segment((1, 9), 5),), 1) for due in (0.0, 0.01, 0.02, 0.03)]
+    async with aiohttp.ClientSession() as session:
+        run = await runs.open_loop(Server(session, "http://127.0.0.1:1", body), plan)
+    assert events.index("sent") == before
+    assert (events.count("made"), len(run.requests)) == (4, 4)
 
 
 def test_a_collector_that_was_off_stays_off() -> None:
