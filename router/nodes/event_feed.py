@@ -21,7 +21,8 @@ from common.kv_events.wire import SNAPSHOT, AllBlocksCleared, Batch, BlockStored
 
 ANSWER_SECONDS = 5.0  # after which a question counts as unanswered
 MIN_PAUSE, MAX_PAUSE = 0.5, 30.0  # seconds between two questions
-# Blocks, and events and batches without any, that are heard while an answer is awaited; of more, all are missing.
+# Blocks, and events and batches without any, that are heard while an answer is awaited; of more, all are missing that
+# precede the latest batch.
 MAX_HELD = 50_000
 
 
@@ -140,10 +141,12 @@ class EventFeed:
         return delivered
 
     def _hold(self, number: int, batch: Batch) -> None:
-        self._held.append((number, batch))
-        self._held_size += 1 + sum(_size(event) for event in batch.events)
-        if self._held_size > MAX_HELD:
+        size = 1 + sum(_size(event) for event in batch.events)
+        if self._held_size + size > MAX_HELD:
+            # The latest one stays: its number says that others are missing.
             self._held, self._held_size = [], 0
+        self._held.append((number, batch))
+        self._held_size += size
 
     def _take(self, number: int, batch: Batch) -> None:
         self._expected = number + 1

@@ -188,6 +188,19 @@ def test_what_is_held_while_an_answer_is_awaited_is_bounded(monkeypatch: pytest.
     assert each.feed.question() == SNAPSHOT, "some of it is missing"
 
 
+def test_batches_dropped_at_the_bound_are_missed_although_no_later_one_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_feed, "MAX_HELD", 10)
+    each = Following()
+    assert each.feed.question() == SNAPSHOT
+    for number in (5, 6, 7):
+        each.feed.heard(number, batch(stored(*range(3 * number, 3 * number + 3))))
+    each.feed.answered(4, batch(AllBlocksCleared()))
+    each.feed.ended()
+    assert not each.feed.following
+
+
 def test_events_without_blocks_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "MAX_HELD", 10)
     each = Following()
