@@ -49,7 +49,8 @@ class ImageIntake:
         self._log = log
         self._threads = started_threads(DECODERS, "images")
         self._pixels: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
-        self._failures: set[bytes] = set()  # those of `_pixels` whose failure a prompt has been told
+        # Copies of each image of `_pixels` that have come, less the prompts that have been told a failure of it.
+        self._copies: dict[bytes, int] = {}
         self.refused_messages = 0
 
     @property
@@ -74,8 +75,8 @@ class ImageIntake:
         if not spans:
             return
         for span in spans:
-            # The failure of an earlier attempt: the router sends the bytes again.
-            if span.digest in self._failures:
+            # The failure of earlier copies: the router sends one for this prompt.
+            if self._copies.get(span.digest) == 0:
                 self._drop(span.digest)
         self._prompts.add(key, map(PendingImage, spans))
 
@@ -88,12 +89,12 @@ class ImageIntake:
                 self._log.warning("refused a message from the router", error=str(error))
                 continue
             known = self._pixels.get(message.digest)
+            if known is None and self._cache.get(message.digest) is not None:
+                continue
+            self._copies[message.digest] = self._copies.get(message.digest, 0) + 1
             # A second attempt may succeed: with more memory, or with other bytes.
             if known is not None and not _failed(known):
                 continue
-            if self._cache.get(message.digest) is not None:
-                continue
-            self._failures.discard(message.digest)
             self._pixels[message.digest] = self._threads.submit(self._decode, message)
             self._make_room()
 
@@ -107,7 +108,7 @@ class ImageIntake:
             if image.rows is None and future is not None and future.done():
                 self._pixels.move_to_end(image.span.digest)  # another prompt may contain the same image
                 if _failed(future):
-                    self._failures.add(image.span.digest)
+                    self._copies[image.span.digest] = max(self._copies[image.span.digest] - 1, 0)
                 pixels = future.result()
                 image.fits(pixels.rows, pixels.columns)
                 image.pixels = pixels
@@ -129,7 +130,7 @@ class ImageIntake:
             self._drop(idle.pop(0))
 
     def _drop(self, digest: bytes) -> None:
-        self._failures.discard(digest)
+        del self._copies[digest]
         self._pixels.pop(digest).cancel()
 
     def _decoded_bytes(self, digests: Iterable[bytes]) -> int:

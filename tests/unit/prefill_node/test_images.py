@@ -203,6 +203,39 @@ def test_a_failure_ends_the_prompts_that_wait_for_the_image_and_no_later_one() -
         rig.close()
 
 
+def test_a_failure_ends_each_prompt_whose_copy_of_the_image_came_before_it() -> None:
+    """The router sends nothing more for them, so they would wait for ARRIVAL_SECONDS."""
+    may_fail = threading.Event()
+    failures = [MemoryError("not now")]
+
+    def decode(data: bytes) -> Pixels:
+        if failures:
+            may_fail.wait(PATIENCE)
+            raise failures.pop()
+        return read(data)
+
+    rig = Rig(decode)
+    try:
+        first = rig.prompt(span_of(1))
+        for _ in range(3):
+            rig.send(digest_of(1), file_of(1))
+        rig.send(digest_of(2), file_of(2))
+        rig.until(lambda: digest_of(2) in rig.intake.held)
+        may_fail.set()
+        rig.until(lambda: not rig.intake.busy)
+        with pytest.raises(InternalError):
+            rig.intake.claim(first)
+        for _ in range(2):
+            with pytest.raises(InternalError):
+                rig.intake.claim(rig.prompt(span_of(1)))
+        later = rig.prompt(span_of(1))
+        assert not rig.intake.arrived(later)
+        rig.send(digest_of(1), file_of(1))
+        rig.until(lambda: rig.intake.claim(later))
+    finally:
+        rig.close()
+
+
 def test_images_are_decoded_when_no_thread_can_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads start with the node: a failure while it serves would end its main loop."""
     allow_no_threads(monkeypatch)
