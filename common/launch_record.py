@@ -19,8 +19,14 @@ from common.process_entry import Entry, entry
 FOLDER = "launched"
 
 
+class LaunchRecord(Entry, frozen=True, kw_only=True):
+    """A process without a supervisor."""
+
+    drain_timeout: float = 30.0  # seconds: health.drain_timeout at its start
+
+
 @contextlib.contextmanager
-def launch_record(run_dir: Path, name: str) -> Iterator[None]:
+def launch_record(run_dir: Path, name: str, drain_timeout: float) -> Iterator[None]:
     """Keep the record of this process. One that cannot be written is left out: a cluster runs on a full disk, too."""
     record = run_dir / FOLDER / f"{name}.{os.getpid()}.json"
     partial = record.with_suffix(".part")
@@ -30,7 +36,9 @@ def launch_record(run_dir: Path, name: str) -> Iterator[None]:
             process = _read(old)
             if process is None or not process.alive:
                 old.unlink()
-        partial.write_bytes(msgspec.json.encode(entry(os.getpid())))
+        own = entry(os.getpid())
+        new = LaunchRecord(pid=own.pid, started=own.started, drain_timeout=drain_timeout)
+        partial.write_bytes(msgspec.json.encode(new))
         partial.replace(record)
     # A write that failed has left it.
     with contextlib.suppress(OSError):
@@ -43,15 +51,15 @@ def launch_record(run_dir: Path, name: str) -> Iterator[None]:
             record.unlink()
 
 
-def launched(run_dir: Path) -> list[tuple[str, Entry]]:
-    """Return names and entries of this user's processes that run here without a supervisor, in order of names."""
+def launched(run_dir: Path) -> list[tuple[str, LaunchRecord]]:
+    """Return names and records of this user's processes that run here without a supervisor, in order of names."""
     found = ((file.name.partition(".")[0], _read(file)) for file in sorted((run_dir / FOLDER).glob("*.json")))
     return [(name, each) for name, each in found if each is not None and each.alive and _is_ours(each.pid)]
 
 
-def _read(file: Path) -> Entry | None:
+def _read(file: Path) -> LaunchRecord | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Entry)
+        return msgspec.json.decode(file.read_bytes(), type=LaunchRecord)
     except (OSError, msgspec.DecodeError):
         return None
 

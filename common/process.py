@@ -133,7 +133,7 @@ def run_process(
 def _recorded(resolved: Resolved, name: str) -> contextlib.AbstractContextManager[None]:
     """Let `deploy/down` find this process, which no supervisor holds. Not every process needs a run directory."""
     try:
-        return launch_record(run_directory(resolved), name)
+        return launch_record(run_directory(resolved), name, resolved.cluster.health.drain_timeout)
     except ConfigError:
         return contextlib.nullcontext()
 

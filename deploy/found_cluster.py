@@ -14,8 +14,7 @@ from common.config.run_directory import KEY as RUN_DIR
 from common.config.run_directory import existing_run_directory, own_socket_in, run_directory
 from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
-from common.launch_record import launched
-from common.process_entry import Entry
+from common.launch_record import LaunchRecord, launched
 from common.resolved_path import resolved_path
 from deploy.cluster_options import RUN_DIR_VARIABLE
 from deploy.other_cluster import other_cluster
@@ -34,9 +33,8 @@ class FoundCluster:
     file: Path
     run_dir: Path
     table: Table | None  # of a living supervisor
-    launched: tuple[tuple[str, Entry], ...]  # processes without a supervisor
+    launched: tuple[tuple[str, LaunchRecord], ...]  # processes without a supervisor
     sockets: tuple[Path, ...]  # at which routers of this host answer
-    drain_timeout: float | None  # None: only the file says it, and it is not valid
     notice: str = ""  # what the user has to know about the file or the run directory
     # Name -> pid of processes that run although the run directory has no record of any.
     unrecorded: Mapping[str, int] = field(default_factory=dict)
@@ -65,7 +63,6 @@ def find_cluster(file: Path, overrides: Sequence[str]) -> FoundCluster:
         table=table,
         launched=processes,
         sockets=sockets_of(resolved),
-        drain_timeout=resolved.cluster.health.drain_timeout,
         notice=notice,
         unrecorded=unrecorded,
     )
@@ -102,7 +99,6 @@ def _recorded(file: Path, overrides: Sequence[str], problem: str) -> FoundCluste
             table=table,
             launched=tuple(processes),
             sockets=tuple(own_socket_in(run_dir, name) for name in names if names_router(name)),
-            drain_timeout=table.drain_timeout if table else None,
             notice=f"{file} is no longer valid, so none of its processes can start again: {problem}",
         )
     return None

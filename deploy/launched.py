@@ -18,6 +18,7 @@ from deploy.running_processes import SUPERVISOR
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 POLL_SECONDS = 0.05
+END_SECONDS = 5.0  # within which a process ends once it has drained
 
 
 class NotStopped(TandemError):
@@ -31,12 +32,8 @@ def stop_launched(found: FoundCluster) -> str:
         raise NotStopped(unrecorded(found))
     if not processes and info is None:
         return "not running"
-    if found.drain_timeout is None:
-        raise NotStopped(
-            "how long they drain is not known; correct the file, or end them with SIGTERM, routers first: "
-            + ", ".join(f"{name} (pid {each.pid})" for name, each in processes)
-        )
-    remaining = end_launched(processes, found.drain_timeout + 5)
+    drain_timeout = max((each.drain_timeout for _, each in processes), default=0.0)
+    remaining = end_launched(processes, drain_timeout + END_SECONDS)
     if remaining:
         raise NotStopped(f"did not stop: {', '.join(remaining)}")
     others = elsewhere(info, processes)

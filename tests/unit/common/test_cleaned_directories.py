@@ -68,6 +68,6 @@ def test_a_cleaner_at_work_delays_nothing(tmp_path: Path) -> None:
 
 
 def test_a_process_without_a_supervisor_keeps_its_run_directory(tmp_path: Path) -> None:
-    with launch_record(tmp_path, "decode-0"):
+    with launch_record(tmp_path, "decode-0", 7.0):
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)

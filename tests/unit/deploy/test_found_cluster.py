@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,12 +13,12 @@ from typer.testing import CliRunner, Result
 
 from common.config import load_cluster
 from common.config.run_directory import run_directory
-from common.launch_record import launch_record
 from common.process_entry import entry
-from deploy import cli, found_cluster
+from deploy import cli, found_cluster, launched
 from deploy.process_table import ProcessRecord, Table, write_table
 from tests.fakes.waiting import PATIENCE
 
+ROOT = Path(__file__).parents[3]
 RUNNER = CliRunner()
 UNKNOWN_KEY = "router: {prot: 1}\n"
 NO_YAML = "router: {port: 1\n"
@@ -224,10 +223,47 @@ def test_the_table_that_a_supervisor_writes_again_is_awaited(
     assert f"{directory}/run was removed while the cluster ran" in said(result)
 
 
-def test_processes_of_the_launch_scripts_are_named(directory: Path) -> None:
+DRAINS = """
+import signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from common.launch_record import launch_record
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+with launch_record(Path(sys.argv[2]), "decode-0", 600.0):
+    print(1, flush=True)
+    signal.sigtimedwait({signal.SIGTERM}, 600)
+    time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def launched_node(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A node of c.yaml that a launch script has started, and that drains for half a second."""
+    run_dir = run_directory(load_cluster(directory / "c.yaml"))
+    command = [sys.executable, "-c", DRAINS, str(ROOT), str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "1\n"
+        yield child
+        child.kill()
+
+
+def test_processes_of_the_launch_scripts_end_although_their_file_was_broken(
+    launched_node: subprocess.Popen[str], directory: Path
+) -> None:
     file = directory / "c.yaml"
-    with launch_record(run_directory(load_cluster(file)), "decode-0"):
-        file.write_text(file.read_text() + UNKNOWN_KEY)
-        result = run("down", file)
-    assert result.exit_code == 1
-    assert f"end them with SIGTERM, routers first: decode-0 (pid {os.getpid()})" in said(result)
+    file.write_text(file.read_text() + UNKNOWN_KEY)
+    result = run("down", file)
+    assert result.exit_code == 0, said(result)
+    assert launched_node.wait(PATIENCE) == 0
+
+
+def test_processes_drain_as_long_as_the_file_said_when_they_were_launched(
+    launched_node: subprocess.Popen[str], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launched, "END_SECONDS", 0.0)
+    file = directory / "c.yaml"
+    file.write_text(file.read_text() + "health: {drain_timeout: 0.001}\n")
+    result = run("down", file)
+    assert result.exit_code == 0, said(result)
+    assert launched_node.wait(PATIENCE) == 0

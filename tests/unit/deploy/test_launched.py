@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.launch_record import FOLDER, launch_record, launched
+from common.launch_record import FOLDER, LaunchRecord, launch_record, launched
 from common.process_entry import Entry, entry
 from deploy.launched import elsewhere, end_launched
 from kv_transfer.transport.one_host import segment
@@ -60,16 +60,21 @@ def write(run_dir: Path, name: str, process: Entry) -> Path:
     return file
 
 
+def own_record(drain_timeout: float) -> LaunchRecord:
+    own = entry(os.getpid())
+    return LaunchRecord(pid=own.pid, started=own.started, drain_timeout=drain_timeout)
+
+
 def test_a_process_has_a_record_while_it_runs(tmp_path: Path) -> None:
-    with launch_record(tmp_path, "router"):
-        assert launched(tmp_path) == [("router", entry(os.getpid()))]
+    with launch_record(tmp_path, "router", 7.0):
+        assert launched(tmp_path) == [("router", own_record(7.0))]
     assert launched(tmp_path) == []
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
 def test_a_run_directory_that_cannot_be_written_to_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file in its place")
-    with launch_record(tmp_path, "router"):
+    with launch_record(tmp_path, "router", 7.0):
         assert launched(tmp_path) == []
 
 
@@ -83,8 +88,8 @@ def test_a_record_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return write_bytes(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", halfway)
-    with launch_record(tmp_path, "router"):
-        assert launched(tmp_path) == [("router", entry(os.getpid()))]
+    with launch_record(tmp_path, "router", 7.0):
+        assert launched(tmp_path) == [("router", own_record(7.0))]
     assert found == [[]]
     assert list((tmp_path / FOLDER).iterdir()) == []
 
@@ -95,7 +100,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with launch_record(tmp_path, "router"):
+    with launch_record(tmp_path, "router", 7.0):
         assert list((tmp_path / FOLDER).iterdir()) == []
 
 
@@ -104,7 +109,7 @@ def test_what_a_killed_process_left_is_not_found_and_goes_with_the_next_start(tm
     other = write(tmp_path, "decode-1", Entry(pid=os.getpid(), started=1))
     assert launched(tmp_path) == []
     old = old.rename(old.with_name("decode-0.7.json"))
-    with launch_record(tmp_path, "decode-0"):
+    with launch_record(tmp_path, "decode-0", 7.0):
         assert not old.exists()
         assert other.exists()
 
@@ -135,7 +140,7 @@ def test_a_process_that_the_kernel_gives_no_descriptor_for_is_ended_by_its_pid(
 
 
 def test_processes_of_others_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with launch_record(tmp_path, "router"):
+    with launch_record(tmp_path, "router", 7.0):
         monkeypatch.setattr("common.launch_record.os.getuid", lambda: 4711)
         assert launched(tmp_path) == []
 
