@@ -10,8 +10,8 @@ from pathlib import Path
 
 from common.config import load_cluster
 from common.config.router_processes import names_router
+from common.config.run_directory import ADMIN, existing_run_directory, own_socket_in, run_directory
 from common.config.run_directory import KEY as RUN_DIR
-from common.config.run_directory import existing_run_directory, own_socket_in, run_directory
 from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
 from common.launch_record import LaunchRecord, launched
@@ -34,10 +34,14 @@ class FoundCluster:
     run_dir: Path
     table: Table | None  # of a living supervisor
     launched: tuple[tuple[str, LaunchRecord], ...]  # processes without a supervisor
-    sockets: tuple[Path, ...]  # at which routers of this host answer
+    sockets: tuple[Path, ...]  # at which routers of this host answer, the admin socket first
     notice: str = ""  # what the user has to know about the file or the run directory
     # Name -> pid of processes that run although the run directory has no record of any.
     unrecorded: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.sockets[0]
 
 
 def find_cluster(file: Path, overrides: Sequence[str]) -> FoundCluster:
@@ -93,12 +97,14 @@ def _recorded(file: Path, overrides: Sequence[str], problem: str) -> FoundCluste
         if other_cluster(table, file, overrides) or not (table or processes):
             continue
         names = (*(table.processes if table else ()), *(name for name, _ in processes))
+        recorded = table.admin_socket if table else ""
+        admin = Path(recorded) if recorded else run_dir / f"{ADMIN}.sock"
         return FoundCluster(
             file=file,
             run_dir=run_dir,
             table=table,
             launched=tuple(processes),
-            sockets=tuple(own_socket_in(run_dir, name) for name in names if names_router(name)),
+            sockets=(admin, *(own_socket_in(run_dir, name) for name in names if names_router(name))),
             notice=f"{file} is no longer valid, so none of its processes can start again: {problem}",
         )
     return None

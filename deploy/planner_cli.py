@@ -52,7 +52,10 @@ def run(
 ) -> None:
     """Adapt the roles of movable nodes, or the replicas in Kubernetes, to measured latencies."""
     try:
-        asyncio.run(plan(read_settings(file), Routers(target, api_key), dry_run))
+        settings, routers = read_settings(file), Routers(target, api_key)
+        if routers.notice:
+            typer.echo(f"deploy/planner: {routers.notice}", err=True)
+        asyncio.run(plan(settings, routers, dry_run))
     except ConfigError as error:
         typer.echo(f"deploy/planner: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED) from None

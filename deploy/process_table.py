@@ -39,6 +39,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     processes: dict[str, ProcessRecord]
     drain_timeout: float = 30.0  # seconds: health.drain_timeout
+    admin_socket: str = ""  # of the routers; "" in a table of an earlier version: in the run directory
     # what the supervisor cannot do now: a full disk, a log that cannot be opened
     problems: list[str] = []
 

@@ -306,6 +306,7 @@ class Supervisor:
             state=state,
             processes={**self._leftovers, **self._watcher.records()},
             drain_timeout=self._drain,
+            admin_socket=str(self._admin_socket),
             problems=self._problems,
         )
         try:

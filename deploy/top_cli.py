@@ -27,14 +27,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from common.config import load_cluster
-from common.config.admin_listener import admin_listeners
-from common.config.run_directory import run_directory
 from common.errors import ConfigError
 from deploy.admin_client import MAX_ANSWER_BYTES, ask
 from deploy.cluster_options import Overrides, Port, with_port
 from deploy.cluster_sample import ClusterSample, Fetch, read_sample
 from deploy.command import run_program
+from deploy.found_cluster import find_cluster
 from deploy.openai_client import api_base, authorization
 from deploy.other_cluster import require_own_cluster
 from deploy.prepare import cluster_file_of
@@ -90,6 +88,8 @@ def source(
 ) -> tuple[Fetch, Callable[[], Table | None]]:
     """Return how to ask the router of a target, and how to read the supervisor's table.
 
+    A running cluster is found although its file is no longer valid; then a line on stderr says so.
+
     `values` override keys of the target's cluster file, as in "router.port=8001".
 
     Raises ConfigError; OSError if the target is a model that was never started.
@@ -105,11 +105,11 @@ def source(
         raise ConfigError(target, f"{error}; or a URL that begins with http:// or https://") from None
     if not file.exists() and str(file) != target:
         raise FileNotFoundError(f"deploy/up {target} has not been run")
-    resolved = load_cluster(file, values)
-    socket = admin_listeners(resolved, to_write=False).socket
-    run_dir = run_directory(resolved, to_write=False)
-    check = partial(require_own_cluster, run_dir, resolved.file, values)
-    return partial(over_admin_socket, socket, check), partial(read_table, run_dir)
+    found = find_cluster(file, values)
+    if found.notice:
+        typer.echo(printable(f"deploy/top: {found.notice}"), err=True)
+    check = partial(require_own_cluster, found.run_dir, found.file, values)
+    return partial(over_admin_socket, found.admin_socket, check), partial(read_table, found.run_dir)
 
 
 def watch(

@@ -14,13 +14,11 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from common.config import load_cluster
-from common.config.admin_listener import admin_listeners
-from common.config.run_directory import run_directory
 from common.errors import ConfigError, NoAnswer
 from common.kubernetes_api import read_body
 from common.messages.identity import Role
 from deploy.cluster_sample import ClusterSample, read_sample
+from deploy.found_cluster import find_cluster
 from deploy.openai_client import api_base, authorization
 from deploy.other_cluster import require_own_cluster
 from deploy.prepare import cluster_file_of
@@ -37,15 +35,16 @@ class Routers:
 
     def __init__(self, target: str, api_key: str | None) -> None:
         """`target`: a cluster file, model directory or URL. Raises ConfigError."""
+        self.notice = ""  # what the user has to know about the file or the run directory
         self._socket: Path | None = None
         # Raises OSError if another cluster answers at the socket.
         self._check: Callable[[], None] | None = None
         self._headers = authorization(api_key)
         if "://" not in target:
-            resolved = load_cluster(cluster_file_of(target))
-            self._socket = admin_listeners(resolved, to_write=False).socket
-            run_dir = run_directory(resolved, to_write=False)
-            self._check = partial(require_own_cluster, run_dir, resolved.file, ())
+            found = find_cluster(cluster_file_of(target), ())
+            self.notice = found.notice
+            self._socket = found.admin_socket
+            self._check = partial(require_own_cluster, found.run_dir, found.file, ())
             self._base = URL("http://localhost")
             return
         self._base = URL(api_base(target).removesuffix("/v1"))

@@ -1,20 +1,26 @@
-"""deploy/status and deploy/down of a cluster whose file was broken after the start, by its run directory."""
+"""What finds a cluster whose file was broken after the start, by its run directory."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import typer
+from aiohttp import web
 from typer.testing import CliRunner, Result
 
 from common.config import load_cluster
+from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory
 from common.process_entry import entry
-from deploy import cli, found_cluster, launched
+from deploy import cli, found_cluster, launched, top_cli
+from deploy.planning.routers import Routers
 from deploy.process_table import ProcessRecord, Table, write_table
 from tests.fakes.waiting import PATIENCE
 
@@ -38,7 +44,9 @@ class Started:
     def __init__(self, file: Path, overrides: list[str]) -> None:
         self.file = file
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        self.run_dir = run_directory(load_cluster(file, overrides))
+        resolved = load_cluster(file, overrides)
+        self.run_dir = run_directory(resolved)
+        self.admin_socket = admin_listeners(resolved).socket
         own = entry(self.child.pid)
         router = ProcessRecord(pid=own.pid, started=own.started, state="up")
         table = Table(
@@ -47,6 +55,7 @@ class Started:
             url="http://127.0.0.1:9",
             state="ready",
             processes={"router": router},
+            admin_socket=str(self.admin_socket),
         )
         write_table(self.run_dir, table)
 
@@ -99,6 +108,52 @@ def test_a_cluster_is_found_although_its_file_was_broken(
     assert down.exit_code == 0, said(down)
     assert said(down).endswith("stopped")
     started.child.wait(PATIENCE)
+
+
+@asynccontextmanager
+async def answering(socket: Path) -> AsyncIterator[None]:
+    """Answer as the router of a cluster that has lost its nodes."""
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response(
+            {"ready": True, "nodes": [], "served_model_name": "tiny", "incarnation": "x"}
+        )
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text="")
+
+    app = web.Application()
+    app.router.add_get("/server_info", info)
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(socket)).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("admin", ["auto", "unix:own.sock"])
+async def test_the_router_of_a_broken_file_is_asked(
+    start: Start, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_cli, "REFRESH_SECONDS", 0.0)
+    started = start(f"{{run_dir: run}}\nrouter: {{admin: '{admin}'}}")
+    started.add("rooter: {}\n")
+    top = typer.Typer()
+    top.command()(top_cli.run)
+    async with answering(started.admin_socket):
+        status = await asyncio.to_thread(run, "status", started.file)
+        shown = await asyncio.to_thread(RUNNER.invoke, top, [str(started.file)])
+        routers = Routers(str(started.file), None)
+        (sample,) = (await routers.read()).values()
+    assert status.exit_code == 0, status.stdout
+    assert shown.exit_code == 0, said(shown)
+    assert "tiny: ready" in shown.stdout
+    assert sample.info["ready"]
+    for notice in (said(shown), routers.notice):
+        assert f"{started.file} is no longer valid, so none of its processes can start again: " in notice
 
 
 def test_a_cluster_is_found_although_its_file_was_removed(start: Start) -> None:
