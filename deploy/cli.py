@@ -177,6 +177,11 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
             raise typer.Exit(show_launched(info, _output()))
         if found.unrecorded:
             _fail(unrecorded(found))
+        if found.launched:
+            _fail(
+                "no router answers here; "
+                + ", ".join(f"{name} (pid {each.pid}) runs" for name, each in found.launched)
+            )
         say(f"not running; {command_line('up', target, values)} starts it")
         raise typer.Exit(EXIT_NOT_RUNNING)
     routers = router_states(found.run_dir, table.processes)

@@ -313,6 +313,14 @@ def test_processes_of_the_launch_scripts_end_although_their_file_was_broken(
     assert launched_node.wait(PATIENCE) == 0
 
 
+def test_nodes_without_a_router_that_answers_are_named(
+    launched_node: subprocess.Popen[str], directory: Path
+) -> None:
+    result = run("status", directory / "c.yaml")
+    assert result.exit_code == 1
+    assert f"no router answers here; decode-0 (pid {launched_node.pid}) runs" in said(result)
+
+
 def test_processes_drain_as_long_as_the_file_said_when_they_were_launched(
     launched_node: subprocess.Popen[str], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
