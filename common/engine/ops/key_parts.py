@@ -29,7 +29,6 @@ MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3
 # Over pages in eight bits, for fewer programs than the first number: programs per processor, keys per step, stages.
 EIGHT_BITS_DIVISIONS = ((16, 2, 64, 5), (64, 2, 64, 4), (256, 3, 64, 5), (397, 1, 128, 3))
-SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
 MAX_COMBINED = 48  # rows of a tile times parts that its last program adds up
 ROWS_TOGETHER, MAX_TOGETHER = 64, 8  # rows times parts, and parts, that it reads at once
 SHORT_STEPS = 16  # the least number of programs and the most rows of a tile with steps of one block

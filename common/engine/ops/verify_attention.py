@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import SPREAD_PROGRAMS, Division, KeyParts, keys_of_part, store_part
+from common.engine.ops.key_parts import Division, KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.paged_gather import gather
@@ -29,6 +29,8 @@ from common.engine.ops.triton_kernel import (
     next_power_of_2,
     tl,
 )
+
+SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
 
 
 def verify_reference(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops import key_parts
 from common.engine.ops.decode_attention import decode_attention, decode_reference, decode_triton
 from common.engine.ops.extend_attention import extend_attention, extend_triton
 from common.engine.ops.fp8_codes import FP8
@@ -48,7 +47,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("spread_from", [0, 256])
 def test_attention(spread_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel and its references, over the same pages; verification with values in both orders."""
-    monkeypatch.setattr(key_parts, "SPREAD_PROGRAMS", spread_from)
+    monkeypatch.setattr("common.engine.ops.verify_attention.SPREAD_PROGRAMS", spread_from)
     heads, kv_heads, dim, scale = 4, 2, 16, 0.25
     key_scale, value_scale = scales = 0.25, 2.0
     cache = Cache([65, 9, 40], 16, kv_heads, dim, torch.float32, scales)
