@@ -67,7 +67,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         keys = tl.minimum(keys, window)
     granules = tl.cdiv(keys, GRANULE)
     # The smallest size that leaves a place for each part. The first one tried is that of an equal division.
-    low = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(keys, axis=0), requests * splits), GRANULE), LEAST)
+    low = tl.maximum(tl.cdiv(tl.sum(granules, axis=0), requests * splits), LEAST)
     high = tl.maximum(tl.max(granules, axis=0), low)
     size = low
     while low < high:

@@ -61,10 +61,21 @@ def test_every_key_is_in_one_part(
     assert len(used) <= places
     assert all(each == [0, 1, 0, 1] for each in fields[len(used) :]), "parts without keys"
     # No smaller part would do: it would be smaller than those of an equal division, or too many would be needed.
-    equal = max(cdiv(cdiv(sum(keys), requests * splits), GRANULE) * GRANULE, least)
+    granules = sum(cdiv(each, GRANULE) for each in keys)
+    equal = max(cdiv(granules, requests * splits) * GRANULE, least)
     smaller = size - GRANULE
     assert size >= equal
     assert size == equal or sum(max(cdiv(each, smaller), 1) for each in keys) > places
+
+
+def test_the_keys_of_all_requests_may_be_too_many_for_32_bits() -> None:
+    """Requests may share the pages of a long prefix."""
+    requests, longest = 512, 10_000_000
+    places = places_of(requests, 1, longest, 128)
+    plan = plan_parts(torch.full((requests,), longest, dtype=torch.int32), 1, places, 128)
+    fields, firsts = parts_of(plan, requests)
+    assert firsts == list(range(requests + 1))
+    assert fields[0][3] == cdiv(longest, GRANULE)
 
 
 def test_requests_of_one_length_have_equally_many_parts() -> None:
