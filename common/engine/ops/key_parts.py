@@ -260,7 +260,7 @@ class KeyParts:
         """Make room for the parts of some tiles.
 
         Args:
-            tiles: of all requests.
+            tiles: of all requests. With more than MAX_TILES, programs are not counted, and a kernel adds up all parts.
             rows: tokens times query heads of one KV head in one tile.
             plan: of `division` for these requests; without one they all have as many parts.
             out: [T, heads, D].
@@ -268,26 +268,24 @@ class KeyParts:
         self.lines = out[..., 0].numel() // requests
         self.places = requests * division.splits if plan is None else places_in(plan, requests)
         self._splits, self._plan, self._out = division.splits, plan, out
-        split, combined = self.places > requests, division.is_combined(rows)
-        self._added_up = not split or combined
+        split = self.places > requests
+        combined = split and tiles <= MAX_TILES and division.is_combined(rows)
+        self._added_up = combined or not split
         self.arguments = out, out, out  # not used without parts
         if split:
             shape = self.places, self.lines
             outputs = torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device)
             lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.arguments = outputs, lse, lse
-            if combined:
-                assert tiles <= MAX_TILES, f"{tiles} tiles, of which {MAX_TILES} can be counted"
-                self.arguments = outputs, lse, ended_programs(out.device)
+            self.arguments = outputs, lse, ended_programs(out.device) if combined else lse
         live_rows = next_power_of_2(rows)
         self.constants = {
             "PLANNED": plan is not None,
             "FIELDS": FIELDS,
             "SPLIT": split,
-            "COMBINED": split and combined,
+            "COMBINED": combined,
             "GRANULE": GRANULE,
             "LIVE_ROWS": live_rows,
-            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if split and combined else 1,
+            "TOGETHER": max(1, min(MAX_TOGETHER, ROWS_TOGETHER // live_rows)) if combined else 1,
         }
 
     def combine(self) -> None:

@@ -74,11 +74,21 @@ def test_counts_of_ended_programs_start_at_zero_again() -> None:
             assert not ended_programs(out.device).any()
 
 
-def test_only_calls_whose_last_program_adds_up_the_parts_are_counted() -> None:
-    division, out = Division(2, 16, 2), torch.empty(1, 1, 16)
-    KeyParts(MAX_TILES + 1, MAX_COMBINED, division, 1, None, out)
-    with pytest.raises(AssertionError, match="can be counted"):
-        KeyParts(MAX_TILES + 1, 1, division, 1, None, out)
+def test_programs_are_counted_only_where_the_last_one_adds_up_the_parts() -> None:
+    out = torch.empty(1, 1, 16)
+
+    def is_counted(tiles: int, rows: int, splits: int) -> bool:
+        return bool(KeyParts(tiles, rows, Division(splits, 16, 2), 1, None, out).constants["COMBINED"])
+
+    assert is_counted(MAX_TILES, 1, 2)
+    assert not is_counted(MAX_TILES + 1, 1, 2), "there are not enough counts"
+    assert not is_counted(1, MAX_COMBINED, 2), "the last program would read too much"
+
+
+def test_more_tiles_than_there_are_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel adds up the parts of a large batch, even if only one of its requests has several."""
+    monkeypatch.setattr("common.engine.ops.key_parts.MAX_TILES", 3)
+    check_decode(torch.float32, 16, None, Division(1, 16, 2))
 
 
 def test_a_graph_cannot_own_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
