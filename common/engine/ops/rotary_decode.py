@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import KeyParts, choose_division, keys_of_part, store_part
+from common.engine.ops.key_parts import KeyParts, keys_of_part, store_part
 from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.paged_attention import check_layout, load_keys, online_softmax
 from common.engine.ops.part_plan import part_at
@@ -17,6 +17,7 @@ from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
 from common.engine.ops.shared_memory import cut_attention, room_of
+from common.engine.ops.step_plans import decode_division
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     await_results,
@@ -24,7 +25,6 @@ from common.engine.ops.triton_kernel import (
     kernel,
     kernel_with_varying,
     launch_next,
-    multiprocessors,
     next_power_of_2,
     tl,
 )
@@ -258,10 +258,8 @@ def rotary_decode_triton(
     out = qkv.new_empty((batch, heads, head_dim))
     if batch == 0:
         return out
-    keys = max_seq_len if window is None else min(max_seq_len, window)
-    head_bytes, processors = head_dim * qkv.element_size(), multiprocessors(qkv.device)
+    division, _ = decode_division(qkv[:, :heads], key_plane, max_seq_len, window)
     group = heads // kv_heads
-    division = choose_division(batch * kv_heads, group, keys, head_bytes, processors)
     rows = max(next_power_of_2(group), 16)
     _, block_keys = cut_attention(
         rows, max_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows

@@ -344,10 +344,11 @@ def verify_triton(
     if plan is None:
         plan = plan_verify(query, key_plane, seq_lens, tree_mask, max_seq_len, window, division)
     division = division or verify_division(query, key_plane, new, max_seq_len, window)[0]
-    all_rows, eight_bits = new * (heads // kv_heads), key_plane.dtype is FP8
-    programs = batch * kv_heads * cdiv(all_rows, rows_of(new, heads // kv_heads))
+    group, eight_bits = heads // kv_heads, key_plane.dtype is FP8
+    all_rows, rows = new * group, rows_of(new, group)
+    programs = batch * kv_heads * cdiv(all_rows, rows)
     sizes = division.keys, division.stages, head_dim, query.element_size()
-    rows, block_keys = cut_attention(rows_of(new, heads // kv_heads), *sizes, room_of(query.device))
+    rows, block_keys = cut_attention(rows, *sizes, room_of(query.device))
     tiles, bits = cdiv(all_rows, rows), has_bits(width, window)
     parts = KeyParts(batch * kv_heads * tiles, min(rows, all_rows), division, batch, plan, out)
     _verify_kernel[(kv_heads * tiles, parts.places)](
