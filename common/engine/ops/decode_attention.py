@@ -234,6 +234,7 @@ def decode_triton(
     _, page_size, kv_heads, _ = key_plane.shape
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
     assert page_table.shape[0] >= batch, "one page list per request"
+    assert len(seq_lens) == batch, f"{len(seq_lens)} lengths for {batch} requests"
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if batch == 0:
         return out

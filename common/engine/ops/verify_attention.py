@@ -337,6 +337,7 @@ def verify_triton(
     assert width >= new, f"a tree of {width} slots cannot hold {new} new tokens"
     check_layout(query, key_plane, value_plane, page_table, seq_lens)
     assert page_table.shape[0] >= batch, "one page list per request"
+    assert len(seq_lens) == batch, f"{len(seq_lens)} lengths for {batch} requests"
     assert tree_mask.stride(2) == 1, "slots of a mask row must be adjacent"
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:

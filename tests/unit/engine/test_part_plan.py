@@ -146,6 +146,18 @@ def test_trees_of_unequal_requests(splits: int, window: int | None) -> None:
     torch.testing.assert_close(found, verify_reference(*given), atol=3e-6, rtol=3e-6)
 
 
+def test_lengths_of_other_requests_are_refused() -> None:
+    """A plan of more requests than attend would have other places than their kernel reads."""
+    cache = Cache([20, 40, 30], 16, 2, 16, torch.float32)
+    lengths, trees = torch.tensor(cache.lengths, dtype=torch.int32), torch.ones(2, 1, 1, dtype=torch.bool)
+    key, value = cache.planes
+    given = torch.randn(2, 4, 16), key, value, cache.page_table, lengths
+    with pytest.raises(AssertionError, match="3 lengths for 2 requests"):
+        decode_triton(*given, 64, None, 0.25)
+    with pytest.raises(AssertionError, match="3 lengths for 2 requests"):
+        verify_triton(*given, trees, 64, None, 0.25)
+
+
 def test_empty_rows_of_a_graph_stay_zero() -> None:
     """A batch has fewer requests than its graph; empty rows have length 0."""
     cache = Cache([500, 40], 16, 2, 16, torch.float32)
