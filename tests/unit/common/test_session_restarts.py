@@ -14,7 +14,7 @@ from common.ipc.sessions import Sessions
 from tests.fakes.clock import Clock
 
 FRAMES, NBYTES = 20, 1 << 16
-Said = tuple[int, int]  # (the sender's epoch, the number of the message in it)
+Said = tuple[int, int]  # (the sender's epoch or opening, the number of the message in it)
 
 
 class Restarts(RuleBasedStateMachine):
@@ -28,9 +28,11 @@ class Restarts(RuleBasedStateMachine):
         self.there: deque[Frame] = deque()
         self.back: deque[Frame] = deque()
         self.said: dict[int, int] = {}  # epoch -> number of messages that `keep` accepted
-        self.answered: dict[int, int] = {}
+        self.answered: dict[int, int] = {}  # the same by opening
         self.heard: list[Said] = []
         self.heard_back: list[Said] = []
+        self.openings: dict[Session, int] = {}  # the listener's sessions that have said something
+        self.opening_in: dict[int, int] = {}  # epoch -> the only opening that the peer has heard in it
         self.start_listener()
         self.start_peer()
 
@@ -89,6 +91,8 @@ class Restarts(RuleBasedStateMachine):
         got = self.dialler.receive(head, payload, self.clock())
         if got is not None:
             self.heard_back.append(parse(got))
+            opening = self.heard_back[-1][0]
+            assert self.opening_in.setdefault(self.dialler.epoch, opening) == opening, "two in one epoch"
 
     # -- events
 
@@ -108,8 +112,9 @@ class Restarts(RuleBasedStateMachine):
         session = self.sessions.get(self.peer)
         if session is None:
             return
-        number = self.answered.get(session.epoch, 0)
-        frame = session.keep(b"%d %d" % (session.epoch, number), self.clock())
+        opening = self.openings.setdefault(session, len(self.openings))
+        number = self.answered.get(opening, 0)
+        frame = session.keep(b"%d %d" % (opening, number), self.clock())
         if frame is None:
             return
         taken = not full and self.send_back(self.peer, frame)
@@ -117,7 +122,7 @@ class Restarts(RuleBasedStateMachine):
             session.take_back()
             return
         self.sessions.mark(self.peer)
-        self.answered[session.epoch] = number + 1
+        self.answered[opening] = number + 1
 
     @rule(most=st.integers(1, 8))
     def listener_reads(self, most: int) -> None:
@@ -152,20 +157,23 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["peer", "peer under its routing id", "listener", "forgotten"]))
     def a_process_restarts(self, what: str) -> None:
+        kept = self.peer
         if what == "peer":
             self.start_peer()
         elif what == "peer under its routing id":
-            kept = self.peer
             self.start_peer()
             self.peer = kept
-        elif what == "listener":
-            if not self.dialler.established:
-                # The peer has not heard from that process, so the next one may receive the same messages.
-                self.heard = [each for each in self.heard if each[0] != self.dialler.epoch]
-                self.answered.pop(self.dialler.epoch, None)
+        else:
+            self.forget_peer(restarts=what == "listener")
+
+    def forget_peer(self, restarts: bool) -> None:
+        if not self.dialler.established:
+            # The peer has not heard from this session, so the next one may receive the same messages.
+            self.heard = [each for each in self.heard if each[0] != self.dialler.epoch]
+        if restarts:
             self.start_listener()
             self.send(self.dialler.probe(self.clock()))
-        elif self.dialler.established:
+        else:
             self.sessions.forget(self.peer)
 
     # -- invariants
@@ -202,7 +210,8 @@ class Restarts(RuleBasedStateMachine):
         assert listening.idle
         # All lost messages belong to earlier epochs, whose end the owner of the connecting socket has seen.
         assert sum(each == epoch for each, _ in self.heard) == self.said.get(epoch, 0)
-        assert sum(each == epoch for each, _ in self.heard_back) == self.answered.get(epoch, 0)
+        opening = self.openings.get(listening, -1)
+        assert sum(each == opening for each, _ in self.heard_back) == self.answered.get(opening, 0)
 
 
 def parse(payload: bytes) -> Said:
