@@ -21,9 +21,9 @@ two OPENs of one epoch opens that epoch twice. The second opening tells both sid
 Data is never sent again because of elapsed time; only small probes are. A peer whose loop is busy for seconds costs a
 few probes, not its prompts twice.
 
-Frames that the connecting side sends before the listening side has answered may reach two processes: one that ends
-without an answer, and its successor. They must be harmless there: a registration, a greeting, and messages that name
-an incarnation.
+Frames that the connecting side sends before it has an answer may be delivered twice: to a process that ends and to its
+successor, or to one process that forgets its peer in between. They must be harmless there: a registration, a greeting,
+and messages that name an incarnation.
 """
 
 from __future__ import annotations
