@@ -203,10 +203,14 @@ def test_help_of_python_commands_speaks_of_the_script(module: str, flag: str) ->
 # -- deploy/setup ------------------------------------------------------------------------------------------------
 
 
+FAILED_IMPORT = "echo Traceback; echo 'OSError: libgomp.so.1: cannot open shared object file'"
+
+
 class Fresh:
     """A checkout without .venv, on a PATH with one Python and optionally uv; both only record their arguments."""
 
-    def __init__(self, tmp_path: Path, uv: bool, answers: bool) -> None:
+    def __init__(self, tmp_path: Path, uv: bool, answers: bool, loads: bool = True) -> None:
+        """`answers`: the index of CPU builds does; `loads`: torch can be imported."""
         self.root, self.bin, self.asked = tmp_path / "checkout", tmp_path / "bin", tmp_path / "asked"
         self.unsafe = tmp_path / "unsafe"  # calls that take modules from the current directory
         (self.root / "deploy").mkdir(parents=True)
@@ -219,13 +223,14 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     "venv "*) mkdir -p "${{@: -1}}/bin"; cp "{self.bin}/python3.12" "${{@: -1}}/bin/python" ;;
     *urlopen*) exit {0 if answers else 1} ;;
+    *"import torch") {"" if loads else f"({FAILED_IMPORT}) >&2; exit 1"} ;;
     *importlib.metadata*) echo 2.13.0+cpu ;;
 esac"""
         _script(self.bin / "python3.12", fake)
         if uv:
             _script(self.bin / "uv", fake)
 
-    def run(self, **named: str) -> tuple[str, list[str]]:
+    def run(self, code: int = 0, **named: str) -> tuple[str, list[str]]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("TANDEM_", "UV_"))}
         path = f"{self.bin}:/usr/bin:/bin"
         ran = subprocess.run(
@@ -233,9 +238,10 @@ esac"""
             env={**kept, "PATH": path, **named},
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             timeout=PATIENCE,
         )
+        assert ran.returncode == code, ran.stderr
         return ran.stderr, self.asked.read_text().splitlines() if self.asked.exists() else []
 
 
@@ -271,6 +277,15 @@ def test_what_the_program_imports_is_compiled_and_nothing_is_taken_from_the_curr
     assert asked[-1] == "python -c import decode_node.build, prefill_node.build, router.build"
     assert uv or all("--no-compile" in line for line in asked if "pip install" in line)
     assert not fresh.unsafe.exists()
+
+
+def test_a_torch_that_cannot_be_imported_is_reported_with_the_remedy(tmp_path: Path) -> None:
+    fresh = Fresh(tmp_path, uv=False, answers=True, loads=False)
+    said, _ = fresh.run(code=2)
+    assert "torch==2.13.0 cannot be imported: OSError: libgomp.so.1: cannot open shared object file; " in said
+    assert f"remove {fresh.root}/.venv and name another build with TANDEM_TORCH or TANDEM_TORCH_INDEX" in said
+    assert "Traceback" not in said
+    assert not (fresh.root / ".venv" / ".tandem").exists()
 
 
 def test_an_environment_without_pip_is_made_anew(tmp_path: Path) -> None:
