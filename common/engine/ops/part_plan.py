@@ -24,6 +24,7 @@ GRANULE = 16  # parts are multiples of this many keys
 # Places besides those of an equal division. Each request may have one part that is shorter than the others; with fewer
 # places than that, parts become longer until all have a place.
 MAX_SPARE = 48
+WARP_REQUESTS = 512  # per warp, whose registers do not suffice for more
 FIELDS = 4  # of a place: request, number of the part in it, length of the request, granules of a part
 
 
@@ -117,6 +118,7 @@ def plan_parts(
     requests = seq_lens.shape[0]
     assert requests <= places, f"{places} places for {requests} requests"
     assert least % GRANULE == 0, f"parts of {least} keys are no multiples of {GRANULE}"
+    block = next_power_of_2(requests)
     plan = torch.empty(places * FIELDS + requests + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
         seq_lens,
@@ -129,9 +131,9 @@ def plan_parts(
         LEAST=least // GRANULE,
         GRANULE=GRANULE,
         WINDOW=window is not None,
-        BLOCK=next_power_of_2(requests),
+        BLOCK=block,
         FIELDS=FIELDS,
-        num_warps=1,
+        num_warps=max(block // WARP_REQUESTS, 1),
         **chained(seq_lens.device),
     )
     return plan
