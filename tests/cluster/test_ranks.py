@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,10 @@ async def last_pairs(client: Client) -> set[tuple[str, str]]:
     async with client.session.get("/requests", params={"limit": 40}) as response:
         placed = [each for said in (await response.json())["requests"] for each in said["nodes"]]
     return {(each["prefill"], each["decode"]) for each in placed}
+
+
+async def nodes_of(client: Client) -> dict[str, Any]:
+    return {node["name"]: node for node in (await client.info())["nodes"]}
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +67,19 @@ async def test_every_pair_of_sizes_gives_the_same_answers(
     """Greedy answers and answers with grammars, while requests are retracted."""
     asked = Questions(MODEL).all([f"schema/{number}" for number in range(30, 32)])
     async with Client(ranked.url) as client:
-        for prompts, most in ((2 * PROMPTS, 60), (SHORT, 100)):
+
+        async def check(prompts: list[list[int]], most: int) -> None:
             answers = await client.complete_all(prompts, 16, most)
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert answer.tokens == reference(prompt, most, answer.tokens)
+
+        await check(2 * PROMPTS, 60)
+        await check(SHORT, 100)
+        # On a busy machine some may end before the others have grown.
+        for _ in range(5):
+            if (await nodes_of(client))["decode-0"]["counters"]["retractions"]:
+                break
+            await check(2 * SHORT, 100)
         await expect_constrained(client, asked, masked_reference)
         pairs = await last_pairs(client)
         # The draws can leave a pair out.
@@ -76,7 +90,7 @@ async def test_every_pair_of_sizes_gives_the_same_answers(
             pairs |= await last_pairs(client)
         assert pairs == PAIRS
         await client.wait_idle()
-        nodes = {node["name"]: node for node in (await client.info())["nodes"]}
+        nodes = await nodes_of(client)
     assert {name: node["config"]["tensor_parallel"] for name, node in nodes.items()} == {
         "prefill-0": 2,
         "prefill-1": 1,
