@@ -23,6 +23,7 @@ from router.requests.openai_schema import (
 
 MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
 MAX_BIAS = 100.0  # largest absolute bias of one token
+UNSEEDED = -1  # a seed that stands for none, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ def sampling_params(
     _check_max_tokens(max_tokens, room, prompt_tokens, model, max_field)
     stop_tokens = _stop_tokens(request, model, bool(grammar))
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
-        raise InvalidRequest("seed must fit in 64 bits", param="seed")
+        raise InvalidRequest("seed must be a signed number of 64 bits", param="seed")
     if grammar and request.min_tokens:
         raise InvalidRequest(
             "min_tokens cannot be combined with structured output: the grammar decides where the answer may end",
@@ -179,7 +180,7 @@ def sampling_params(
             if request.min_tokens
             else 0
         ),
-        seed=random_bits(63) if request.seed is None else request.seed & (2**63 - 1),
+        seed=random_bits(63) if request.seed in (None, UNSEEDED) else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         logprob_ids=_logprob_ids(request, logprobs, model.vocab_size) if request.logprob_token_ids else (),

@@ -86,14 +86,15 @@ def test_top_k_that_keeps_everything_is_off(given: int, used: int) -> None:
     assert sampling_params(request(), 1, model, None, "max_tokens", None).top_k == used
 
 
-@pytest.mark.parametrize("given", [0, 1, 2**63 - 1, -1, -(2**63)])
+@pytest.mark.parametrize("given", [0, 1, 2**63 - 1, -2, -(2**63)])
 def test_seeds_are_63_bit(given: int) -> None:
     found = sampling_params(request(seed=given), 1, SERVED, None, "max_tokens", None)
     assert found.seed == given % 2**63
 
 
-def test_requests_without_a_seed_differ() -> None:
-    seeds = {sampling_params(request(), 1, SERVED, None, "max_tokens", None).seed for _ in range(8)}
+@pytest.mark.parametrize("given", [None, -1], ids=["none", "-1, as in vLLM"])
+def test_requests_without_a_seed_differ(given: int | None) -> None:
+    seeds = {sampling_params(request(seed=given), 1, SERVED, None, "max_tokens", None).seed for _ in range(8)}
     assert len(seeds) == 8
 
 
