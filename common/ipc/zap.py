@@ -37,14 +37,19 @@ class ZapHandler:
         stopped.connect(f"inproc://zap-stop-{id(self)}")
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._thread = threading.Thread(target=self._run, args=(stopped,), name="zap", daemon=True)
         try:
             self._socket.bind(ENDPOINT)
-        except zmq.ZMQError as error:
+            self._thread.start()
+        # RuntimeError: too many threads. A decode node may make its keys for the first transfer.
+        except (zmq.ZMQError, RuntimeError) as error:
             for each in (self._stop, stopped, self._socket):
                 each.close(linger=0)
-            raise ConfigError("", "this ZMQ context already has a ZAP handler") from error
-        self._thread = threading.Thread(target=self._run, args=(stopped,), name="zap", daemon=True)
-        self._thread.start()
+            taken = isinstance(error, zmq.ZMQError)
+            problem = (
+                "this ZMQ context already has a ZAP handler" if taken else f"keys cannot be checked: {error}"
+            )
+            raise ConfigError("", problem) from error
 
     def close(self) -> None:
         if self._stop.closed:

@@ -22,6 +22,7 @@ from common.node_names import NO_NAMES, NodeNames
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
+from tests.fakes.no_threads import allow_no_threads
 from tests.fakes.waiting import PATIENCE, until
 
 __all__ = ["small_disk"]
@@ -377,6 +378,26 @@ def test_loopback_tcp_without_configured_keys_uses_keys_of_the_run(tmp_path: Pat
             each.close()
         for context in contexts:
             context.destroy(linger=0)
+
+
+def test_without_a_free_thread_a_link_is_refused_until_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose other links need no keys makes them for its first link over TCP, which may be late."""
+    context = Context()
+
+    def make() -> Curve:
+        make_key_pairs(tmp_path, NAMES)
+        return Curve(context, tmp_path, "decode-0", ())
+
+    security = PerRunCurve(make)
+    with monkeypatch.context() as patch:
+        allow_no_threads(patch)
+        with pytest.raises(ConfigError, match="keys cannot be checked: can't start new thread"):
+            Dealer(context, "tcp://127.0.0.1:1", b"decode-0/abc", "router", security)
+    Dealer(context, "tcp://127.0.0.1:1", b"decode-0/abc", "router", security).close()
+    security.close()
+    context.term()
 
 
 def test_no_socket_over_tcp_is_without_keys() -> None:
