@@ -174,7 +174,8 @@ class DecodeNode:
             if emission.request.ended:
                 self._resources.leave(emission.request)
         for router, own in runs.items():
-            router.send(Tokens(runs=own))
+            for message in Tokens.of(own):
+                router.send(message)
         self._report.step_read(now)
         self._drafts.check(self._report.speculation)
 

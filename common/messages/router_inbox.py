@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -32,7 +33,9 @@ Room = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 ConfigValue = str | int | float | bool | None
 FinishReason = Annotated[str, Meta(pattern=rf"^({FINISH_STOP}|{FINISH_LENGTH})\Z")]
 MAX_RUNS = 16_384  # per message; a node runs at most 4,096 requests at once
-MAX_RUN = 4_096  # tokens of one request per message
+# Tokens per message: with all log-probabilities that a request may ask for, they take less than half of what a message
+# may have.
+MAX_RUN = 4_096
 MAX_STATE_BYTES = 1 << 20  # hidden states per message
 MAX_MESSAGE = 4_096  # characters of an error message
 Stages = Annotated[dict[Label, Finite], MANY]  # stage name -> seconds since this node received the request
@@ -136,9 +139,22 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """All tokens of one decode step, in one message for the whole batch."""
+    """Tokens of one decode step, in one message for the whole batch unless they are more than MAX_RUN."""
 
     runs: Annotated[list[TokenRun], Meta(max_length=MAX_RUNS)]
+
+    @classmethod
+    def of(cls, runs: Iterable[TokenRun]) -> Iterator[Tokens]:
+        """Yield the messages with these runs, in order."""
+        part, tokens = list[TokenRun](), 0
+        for run in runs:
+            if tokens + len(run.tokens) > MAX_RUN:
+                yield cls(runs=part)
+                part, tokens = [], 0
+            part.append(run)
+            tokens += len(run.tokens)
+        if part:
+            yield cls(runs=part)
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ProtocolError
+from common.ipc.channel import MAX_MESSAGE_BYTES
 from common.messages import decode_inbox, prefill_inbox, router_inbox
-from common.messages.generation import OutputToken, PromptLogprob, SamplingParams, TokenLogprob
+from common.messages.generation import (
+    MAX_LOGPROB_IDS,
+    OutputToken,
+    PromptLogprob,
+    SamplingParams,
+    TokenLogprob,
+)
 from common.messages.identity import (
     MAX_ROOM,
     GraphReport,
@@ -33,6 +40,7 @@ from common.messages.node_inbox import (
     Registered,
     Rejected,
 )
+from common.messages.router_inbox import TokenRun, Tokens
 from common.messages.wire import InboxCodec, encode
 
 SAMPLING = SamplingParams(
@@ -163,6 +171,20 @@ def test_a_message_of_another_inbox_is_refused(inbox: str) -> None:
     assert foreign
     for message in foreign:
         assert codec.name in refused(codec, encode(message))
+
+
+def test_the_tokens_of_the_largest_step_leave_the_node() -> None:
+    """A link drops what is larger than a message may be, and requests would wait for their tokens for ever."""
+    top, named = 32, MAX_LOGPROB_IDS
+    scores = TokenLogprob(-0.1, (2**31 - 1,) * top, (-0.1,) * top, (-0.1,) * named)
+    tokens = [OutputToken(2**31 - 1, scores)] * 6
+    runs = [TokenRun(MAX_ROOM - number, 2**31 - 1, tokens) for number in range(4096)]
+    assert len(encode(Tokens(runs=runs))) > MAX_MESSAGE_BYTES
+    messages = list(Tokens.of(runs))
+    assert max(len(encode(message)) for message in messages) < MAX_MESSAGE_BYTES // 2
+    assert [run for message in messages for run in message.runs] == runs
+    assert list(Tokens.of(runs[:600])) == [Tokens(runs=runs[:600])]
+    assert not list(Tokens.of([]))
 
 
 def test_messages_cannot_be_changed() -> None:
