@@ -170,8 +170,9 @@ def counted(watched: Iterable[tuple[Any, str]]) -> Counter[str]:
         for owner, method in set(watched):
             calls.watch(patch, owner, method)
         made.script()
+        counts = calls.counts.copy()
         made.check()
-    return calls.counts
+    return counts
 
 
 @pytest.fixture(scope="module")
