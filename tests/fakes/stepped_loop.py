@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable
 from contextvars import Context
@@ -23,8 +24,9 @@ class _Steps(selectors.SelectSelector):
         if timeout is None or self.now + timeout > self.until:
             self.now = self.until
             self.reached()
-        else:
-            self.now += max(timeout, 0.0)
+        elif timeout > 0:
+            # Rounded up: the timer is due then.
+            self.now = math.nextafter(self.now + timeout, math.inf)
         return []
 
 
@@ -46,6 +48,15 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._steps.now
+
+    @property
+    def _clock_resolution(self) -> float:
+        """By how much a timer may be early: no more than one step of a float, since the clock stands still."""
+        return math.ulp(self._steps.now)
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, seconds: float) -> None:
+        """Ignore what asyncio knows about the clock of the machine."""
 
     def run_for(self, seconds: float = 0.0) -> None:
         """Run all that is due until `seconds` from now."""
