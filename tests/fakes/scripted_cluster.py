@@ -28,6 +28,7 @@ from common.messages.router_inbox import (
     Goodbye,
     Heartbeat,
     PrefillDone,
+    Register,
     TokenRun,
     Tokens,
 )
@@ -141,6 +142,10 @@ class ScriptedCluster:
         if not holds:
             self.broken.append(problem)
 
+    def registration(self, role: Role, name: str) -> Register:
+        """Return the first message of a node."""
+        return registration(role, name, total_pages=self.total_pages)
+
     def start(self, role: Role, name: str) -> SteppedNode:
         node = SteppedNode(self, role, name)
         self.nodes.append(node)
@@ -171,7 +176,7 @@ class SteppedNode:
     def __init__(self, cluster: ScriptedCluster, role: Role, name: str) -> None:
         self.cluster = cluster
         self.role = role
-        self.record = registration(role, name, total_pages=cluster.total_pages)
+        self.record = cluster.registration(role, name)
         self.incarnation = self.record.node.incarnation
         self.link, self.beat_link = self.record.link_id().encode(), self.record.link_id("beat").encode()
         self.codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec
