@@ -157,6 +157,9 @@ class Attempt(msgspec.Struct, eq=False):
     def not_sent(self, reason: Node | Exception) -> None:
         """Note that not all of its messages were sent."""
         self.unreached = reason
+        if not isinstance(reason, Exception):
+            # The message to the decode node is sent first, so only that node can hold state of this attempt.
+            self.prefill_over, self.decode_over = True, self.decode_over or reason is self.decode
         self._wake()
 
     def lose(self, node: Node, reason: str) -> None:

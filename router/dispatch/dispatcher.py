@@ -373,8 +373,6 @@ class Dispatcher:
                 raise unreached
             self._registry.unreachable(unreached)
             self.health.node_failed(unreached)
-            # The message to the decode node is sent first, so only that node can hold state of this attempt.
-            attempt.prefill_over, attempt.decode_over = True, unreached is decode
             self._open.close(attempt)
             flight.check_aborted()
             if loop.time() >= self._pairs.until(flight, started):

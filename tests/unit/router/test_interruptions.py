@@ -51,6 +51,10 @@ def end_children(router: SteppedRouter) -> None:
         child.end(-9)
 
 
+def leave_soon(router: SteppedRouter, client: MemoryClient) -> None:
+    router.loop.call_soon(client.leave)
+
+
 Event = Callable[[SteppedRouter, MemoryClient], object]
 Ask = Callable[[SteppedRouter], list[MemoryClient]]
 # What a client, node or child process does to a request, and the seconds after which nothing of it is left.
@@ -61,6 +65,10 @@ EVENTS: dict[str, tuple[Event, float]] = {
     "aborts": (lambda router, client: router.core.dispatcher.running.abort_all(), 0.5),
     "loses its decode node": (lambda router, client: router.lose("decode"), 3.5),
     "loses its prefill node": (lambda router, client: router.lose("prefill"), 3.5),
+    "loses its decode node, and leaves": (
+        lambda router, client: (router.lose("decode"), leave_soon(router, client)),
+        3.5,
+    ),
     "loses its text worker": (lambda router, client: end_children(router), 1.0),
 }
 CASES = [(request, "leaves") for request in REQUESTS]

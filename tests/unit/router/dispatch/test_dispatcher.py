@@ -773,6 +773,29 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
         rig.nothing_left()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_client_that_leaves_while_a_node_cannot_be_reached(role: Role) -> None:
+    """Only a node that has been sent its half gets an abort."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        unreached = prefill if role == "prefill" else decode
+        sends: list[tuple[str, type]] = []
+
+        def send(peer: str, message: Any) -> bool:
+            sends.append((peer, type(message)))
+            if peer == unreached.link_id:
+                client.task.cancel()
+            return peer != unreached.link_id
+
+        rig.send = send
+        client = rig.client()
+        await client.done()
+        await asyncio.sleep(0.01)
+        begun = [(decode.link_id, Reserve), (prefill.link_id, Prefill), (decode.link_id, Abort)]
+        assert sends == (begun if role == "prefill" else begun[:1])
+        rig.nothing_left()
+
+
 @pytest.mark.parametrize("bound", ["placement_wait", "request_timeout"])
 async def test_an_unreachable_pair_is_not_tried_for_ever(bound: str) -> None:
     """Its heartbeats arrive, so it is chosen again and again."""
