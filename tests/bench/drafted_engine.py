@@ -68,15 +68,21 @@ class Engine:
         graphs: str = "auto",
         slots: int = 0,
         kv: KvValues = AS_COMPUTED,
+        shorter: int = 0,
     ) -> None:
-        """`slots`: KV slots that the widest step writes per request; 0: those of a round."""
+        """Allocate the pools and load the models.
+
+        Args:
+            slots: KV slots that the widest step writes per request; 0: those of a round.
+            shorter: by how many tokens all requests but one are shorter than `max_len`.
+        """
         self.pair = pair
         self.steps = steps
         self._graphs = graphs
         model, placement, config = pair.model, pair.placement, pair.model.config
         self.device = placement.device
         self._extra = extra = 2 * max(slots, steps + 1)
-        pages = rows * -(-(max_len + extra) // PAGE) + 1
+        pages = rows * -(-(max_len - shorter + extra) // PAGE) + -(-shorter // PAGE) + 1
         spec = pool_spec(config, pair.draft.model, PAGE, str(placement.dtype).removeprefix("torch."), kv)
         served = ServingModel(
             model=model,
@@ -192,9 +198,14 @@ class Engine:
             self.rows.give(request.row)
 
 
-def random_prompts(pair: Pair, count: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts that end in different tokens; a constructed target's text depends only on that token."""
+def random_prompts(pair: Pair, count: int, length: int, seed: int, more: int = 0) -> list[list[int]]:
+    """Prompts that end in different tokens; a constructed target's text depends only on that token.
+
+    The first prompt has `more` tokens more than the others.
+    """
     draw = random.Random(seed)
     last = draw.sample(range(pair.first_id, pair.model.config.vocab_size), count)
     ids = range(pair.first_id, pair.model.config.vocab_size)
-    return [[*draw.choices(ids, k=length - 1), end] for end in last]
+    prompts = [[*draw.choices(ids, k=length - 1), end] for end in last]
+    prompts[0] = [*draw.choices(ids, k=more), *prompts[0]]
+    return prompts

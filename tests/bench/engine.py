@@ -2,9 +2,11 @@
 
     python -m tests.bench.engine [--shape qwen3-30b-a3b] [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...]
         [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none] [--cached 0]
+        [--beside 0]
 
-`--cached` is the number of tokens before each prompt whose keys and values the pages already hold. With `--long 32768`
-the first request of each batch has so many tokens of context instead of `--context`.
+`--cached` is the number of tokens before each prompt whose keys and values the pages already hold. With `--beside 2000`
+a forward also computes a prompt of 2,000 tokens with nothing cached, and the times are those of both. With
+`--long 32768` the first request of each batch has so many tokens of context instead of `--context`.
 
 With `--ranks 2` the model is divided over two GPUs as in a node; weights, bytes and floors are those of one of them,
 and a floor contains no all-reduce. `--share 2` measures the share of one of them on one GPU (`bench_ranks.py`).
@@ -180,12 +182,14 @@ class PrefillSteps:
         chunk: int,
         embeds: PromptEmbeds | None = None,
         cached: int = 0,
+        beside: int = 0,
     ) -> None:
         """Capture the graphs.
 
         Args:
             wanted: the value of `prefill.graphs`, and after a hyphen the compiler of piecewise graphs.
             cached: tokens before each prompt whose keys and values the pages hold.
+            beside: tokens of a second prompt in each forward; 0: there is none.
         """
         backend, _, compiler = wanted.partition("-")
         bodies = CompiledBodies(compiler or "eager")
@@ -199,7 +203,7 @@ class PrefillSteps:
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
         self._device = device = runner.pool.device
-        adjustments = AdjustmentRows.allocate(1, runner.model.config.vocab_size, device)
+        adjustments = AdjustmentRows.allocate(2, runner.model.config.vocab_size, device)
         rest = adjustments, OneAxis(), PAGE, completion_for(device, one_behind=False)
         self._step = PrefillStep(graphs.forward, embeds or TextEmbeds(), NoDraft(), *rest)
         self._space = PageSpace(
@@ -207,27 +211,35 @@ class PrefillSteps:
         )
         self._ids = 20, runner.model.config.vocab_size
         self._rng = np.random.default_rng(1)
-        self._cached = cached
+        self._cached, self._beside = cached, beside
 
     def measure(
         self, tokens: int, repeats: int, images: Callable[[], tuple[ImageSpan, ...]] = tuple
     ) -> Figures:
         """Measure prompts of so many tokens with `images` in each, which `embeds` keeps under key 0."""
-        clock, total = Clock(self._device), self._cached + tokens
+        clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
-            keys = self._rng.integers(*self._ids, total).astype(np.int64)
-            request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, images=images())
-            request.lease = self._space.lease(request.keys, self._space.pages_for(total), 0)
-            assert request.lease is not None
+            chunks = [self._chunk(0, self._cached, tokens, images())]
+            if self._beside:
+                chunks.append(self._chunk(1, 0, self._beside))
             started = time.perf_counter()
             with clock.launching():
-                chunk = Chunk(request, self._cached, tokens)
-                launched = self._step.launch(prompt_plan([chunk], PAGE, PromptRules(), 1))
+                launched = self._step.launch(prompt_plan(chunks, PAGE, PromptRules(), 1))
             launched.completion.wait()
             launched.read()
             clock.times.append(time.perf_counter() - started)
-            request.lease.release()
+            for chunk in chunks:
+                assert chunk.request.lease is not None
+                chunk.request.lease.release()
         return clock.result(WARM_UP)
+
+    def _chunk(self, slot: int, cached: int, tokens: int, images: tuple[ImageSpan, ...] = ()) -> Chunk:
+        """Return the only chunk of a new prompt, which has pages."""
+        keys = self._rng.integers(*self._ids, cached + tokens).astype(np.int64)
+        request = PrefillRequest(slot, "", keys, 0, GREEDY, "", 0.0, images=images)
+        request.lease = self._space.lease(request.keys, self._space.pages_for(cached + tokens), 0)
+        assert request.lease is not None
+        return Chunk(request, cached, tokens)
 
 
 def pages_of(tokens: int) -> int:
@@ -311,7 +323,7 @@ def count_experts(
     if runner.model.config.experts is None:
         return none
     makers: list[tuple[str, list[int], Callable[[], Steps]]] = [
-        ("prefill", options.prompts, lambda: PrefillSteps(runner, "none", chunk)),
+        ("prefill", options.prompts, lambda: PrefillSteps(runner, "none", chunk, beside=options.beside)),
         ("decode", options.batches, lambda: decode_steps(runner, "none", max(options.batches), options)),
     ]
     for what, sizes, make in makers:
@@ -319,7 +331,7 @@ def count_experts(
             steps = make()
             with UsedExperts(runner.model) as used:
                 steps.measure(size, 1)
-            none[what, size] = used.per_forward(size)
+            none[what, size] = used.per_forward(size + options.beside if what == "prefill" else size)
     return none
 
 
@@ -355,6 +367,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", choices=shapes.KV_DTYPES, default="auto", help="as kv.dtype")
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--cached", type=int, default=0, help="tokens before each prompt")
+    parser.add_argument("--beside", type=int, default=0, help="tokens of another prompt in the same forward")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(
@@ -373,10 +386,10 @@ def main() -> None:
 def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     """Measure on one rank; all ranks do the same at the same time."""
     device = here.device
-    chunk = max([64, *options.prompts])
+    chunk = max([64, *options.prompts]) + options.beside
     contexts = contexts_of(max([1, *options.batches]), options)
     used_pages = sum(pages_of(context + options.steps + 8) for context in contexts)
-    pool_tokens = max(options.cached + chunk, used_pages * PAGE) + PAGE
+    pool_tokens = max(options.cached + chunk + PAGE, used_pages * PAGE) + PAGE
     cuda = device.type == "cuda"
     began = time.perf_counter()
     raw = dict(shapes.config_of(options.shape))
@@ -412,7 +425,7 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
         steps: PrefillSteps | DecodeSteps
         before = driver_mib() if cuda else 0.0
         if what == "prefill":
-            steps = PrefillSteps(runner, wanted, chunk, cached=options.cached)
+            steps = PrefillSteps(runner, wanted, chunk, cached=options.cached, beside=options.beside)
         else:
             steps = decode_steps(runner, wanted, max(sizes), options)
         told, driver = steps.told, round(driver_mib() - before) if cuda else 0
@@ -428,7 +441,9 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
         for size in sizes:
             ms, p90, busy, launch = steps.measure(size, 9 if what == "prefill" else options.steps)
             used = used_experts[what, size]
-            floor = floors.prompt(size, used) if what == "prefill" else floors.step(size, used)
+            floor = (
+                floors.prompt(size + options.beside, used) if what == "prefill" else floors.step(size, used)
+            )
             rows.append(Row(what, wanted, size, ms, p90, busy, launch, floor, used))
             ratio = f"{ms / floor:5.2f}" if floor else "    -"
             print(

@@ -1,10 +1,11 @@
 """Speculative rounds and plain decode steps of the engine, without HTTP, processes and transfer.
 
     python -m tests.bench.rounds [--shape qwen3.5-35b-a3b] [--algorithm mtp] [--acceptance 0.7] [--batch 1 4 16 32 64]
-        [--length 1024] [--json FILE]
+        [--length 1024] [--long 0] [--json FILE]
     python -m tests.bench.rounds --model DIR --draft DIR --device cpu --length 64
 
 `--shape` is a published model or a directory with config.json; its weights are constructed on the device (`shapes.py`).
+With `--long 32768` the first prompt of each batch has so many tokens instead of `--length`.
 Milliseconds are wall-clock time per round with one round in flight, as in a node; phases are device time between
 events. The floor is, phase by phase, the larger of bytes (weights of every forward, of experts only those that its
 tokens use; KV that its attention reads; states, read and written) over the copy bandwidth and matrix operations over
@@ -49,6 +50,7 @@ class Row:
 
     batch: int
     length: int  # prompt tokens
+    more: int  # tokens of the first prompt besides those
     round_ms: float
     draft_ms: float
     verify_ms: float
@@ -163,13 +165,13 @@ class Used:
 
 
 def floors(
-    engine: Engine, ceilings: Ceilings | None, used: Used, batch: int, length: int
+    engine: Engine, ceilings: Ceilings | None, used: Used, batch: int, tokens: int
 ) -> tuple[float, float]:
-    """Return the floors (round, plain step) in ms; 0 without ceilings."""
+    """Return the floors (round, plain step) in ms of so many prompt tokens in all; 0 without ceilings."""
     if ceilings is None:
         return 0.0, 0.0
-    nodes, drafts = engine.steps + 1, batch * length * engine.draft_pool.page_bytes / PAGE
-    moved = batch * (length * engine.pool.page_bytes / PAGE + 2 * engine.pool.state_bytes)
+    nodes, drafts = engine.steps + 1, tokens * engine.draft_pool.page_bytes / PAGE
+    moved = tokens * engine.pool.page_bytes / PAGE + 2 * batch * engine.pool.state_bytes
     head, weights = engine.draft_runner.head, weights_of(engine.pair.model)
     assert isinstance(head, nn.Module)
     # An EAGLE-3 head projects only the target's hidden states.
@@ -194,9 +196,9 @@ class Comparison:
         assert isinstance(round_step, SpeculativeStep)
         self._marks = watch(round_step)
 
-    def measure(self, batch: int, length: int, rounds: int) -> Row:
-        """Run both steps over the same prompts."""
-        engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, seed=batch)
+    def measure(self, batch: int, length: int, rounds: int, more: int = 0) -> Row:
+        """Run both steps over the same prompts, the first of which has `more` tokens more than the others."""
+        engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, batch, more)
         texts, times = [], []
         for step in (self._speculative, self._plain):
             requests, result = self._run(step, prompts, rounds, step is self._speculative)
@@ -205,10 +207,11 @@ class Comparison:
         same = [drafted[: len(known)] == known[: len(drafted)] for drafted, known in zip(*texts)]
         (round_ms, accepted), (plain_ms, _) = times
         used = self._used(prompts)
-        floor, plain_floor = floors(engine, self._ceilings, used, batch, length)
+        floor, plain_floor = floors(engine, self._ceilings, used, batch, batch * length + more)
         return Row(
             batch=batch,
             length=length,
+            more=more,
             round_ms=round_ms,
             draft_ms=self._marks.median_ms("draft"),
             verify_ms=self._marks.median_ms("verify"),
@@ -275,12 +278,13 @@ def bench(
     rounds: int,
     graphs: str = "auto",
     kv: KvValues = AS_COMPUTED,
+    more: int = 0,
 ) -> Iterator[Row]:
-    """Yield one row per batch size."""
-    most = length + (WARM_UP + rounds + 2) * (steps + 1) + 1
-    comparison = Comparison(Engine(models, max(batches), most, steps, graphs, kv=kv))
+    """Yield one row per batch size. The first prompt of each batch has `more` tokens more than `length`."""
+    most = length + more + (WARM_UP + rounds + 2) * (steps + 1) + 1
+    comparison = Comparison(Engine(models, max(batches), most, steps, graphs, kv=kv, shorter=more))
     for batch in batches:
-        yield comparison.measure(batch, length, rounds)
+        yield comparison.measure(batch, length, rounds, more)
 
 
 def main() -> None:
@@ -305,6 +309,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="as kv.dtype")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--long", type=int, default=0, help="tokens of each batch's first prompt")
     parser.add_argument("--steps", type=int, default=3, help="drafts of a round")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--graphs", choices=("auto", "full", "none"), default="auto")
@@ -313,6 +318,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.model is None) != (options.draft is None):
         parser.error("--model and --draft go together")
+    if 0 < options.long < options.length:
+        parser.error("--long is less than --length")
     formats = options.quantization, options.draft_quantization
     if options.model is not None and formats != ("none", "none"):
         parser.error(
@@ -347,7 +354,8 @@ def measure(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     report = {**describe(), "options": vars(options), "build_s": round(built, 2)}
     rows = []
     sizes = options.length, options.steps, options.rounds
-    for row in bench(models, options.batch, *sizes, options.graphs, KV_DTYPES[options.kv_dtype]):
+    more = max(options.long - options.length, 0)
+    for row in bench(models, options.batch, *sizes, options.graphs, KV_DTYPES[options.kv_dtype], more):
         print(line(row), flush=True)
         rows.append(asdict(row))
         if options.json and here.first:  # after every row, so that an interrupted run keeps its results

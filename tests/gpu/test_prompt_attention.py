@@ -87,16 +87,17 @@ class Prompts:
         rest = self.table, self.starts, self.lengths, None, self.scale, *FP8_SCALES
         return extend_reference(self.query.float(), keys, values, *rest)
 
-    def computed(self, hopper: bool, splits: int) -> torch.Tensor:
+    def computed(self, hopper: bool, divided: bool) -> torch.Tensor:
         keys, values = self.planes
         rest = self.table, self.starts, self.lengths
         if hopper:
             assert hopper_serves(self.query, keys, None, (1.0, 1.0))
-            return hopper_extend(self.query, keys, values, *rest, self.scale, splits).float()
+            return hopper_extend(self.query, keys, values, *rest, self.scale, None if divided else 1).float()
+        splits = 3 if divided else 1
         return extend_triton(self.query, keys, values, *rest, None, self.scale, splits=splits).float()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize(
     ("lengths", "new", "heads", "page_size", "dtype", "rows", "padding"),
@@ -112,6 +113,9 @@ class Prompts:
         ([900], [50], (32, 4, 128), 128, FP16, 1, 0),
         ([6005], [100], (16, 2, 256), 16, BF16, 64, 28),
         ([2000], [300], (8, 8, 256), 8, BF16, 1, 0),
+        ([700, 30_000, 900], [700, 40, 800], (32, 8, 128), 16, BF16, 64, 20),
+        ([9000, 200, 100, 17_000], [5, 200, 100, 70], (8, 2, 128), 16, BF16, 8, 0),
+        ([12_000] + [500] * 30, [16] + [20] * 30, (16, 2, 256), 16, BF16, 32, 0),
     ],
 )
 def test_prompts(
@@ -123,14 +127,27 @@ def test_prompts(
     rows: int,
     padding: int,
     hopper: bool,
-    splits: int,
+    divided: bool,
 ) -> None:
     if hopper and not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     prompts = Prompts(lengths, new, heads, page_size, dtype, rows, padding)
     expected = prompts.expected()
     for _ in range(2):  # the counts of the first call must be zero again
-        torch.testing.assert_close(prompts.computed(hopper, splits), expected, atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(prompts.computed(hopper, divided), expected, atol=TOLERANCE[dtype], rtol=0)
+    assert not ended_programs(prompts.query.device).any()
+
+
+@pytest.mark.parametrize("programs", [2, 5, 30])
+def test_fewer_programs_than_pieces(programs: int) -> None:
+    """Programs compute several pieces each."""
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    prompts = Prompts([9000, 200, 3000], [20, 9, 1], (8, 1, 128), 16, BF16, 8, 1)
+    rest = prompts.table, prompts.starts, prompts.lengths, prompts.scale, programs
+    for _ in range(2):
+        found = hopper_extend(prompts.query, *prompts.planes, *rest)
+        torch.testing.assert_close(found.float(), prompts.expected(), atol=TOLERANCE[BF16], rtol=0)
     assert not ended_programs(prompts.query.device).any()
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.ended_programs import MAX_TILES, choose_splits, ended_programs
+from common.engine.ops.ended_programs import MAX_TILES, ended_programs
+from common.engine.ops.hopper_pieces import FINER, MAX_PARTS, MIN_PART, divide_batch, find_piece, most_parts
 from common.engine.ops.hopper_warps import attend, copy
 from common.engine.ops.paged_attention import check_extend
 from common.engine.ops.triton_kernel import (
@@ -34,7 +35,6 @@ WIDTH = 64  # columns of a bulk copy: 128 bytes, the most that are stored withou
 STAGES = 2  # steps of keys, and of values, in shared memory
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE = 8  # tokens
-MIN_SHARE = 4  # the fewest blocks of keys in a part, unless there are fewer in all
 # Registers per thread: of the groups that multiply, of the warp that copies, and at launch, before these take theirs.
 REGISTERS, COPY_REGISTERS, LAUNCHED_REGISTERS = 240, 24, 168
 
@@ -54,12 +54,7 @@ def _await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
         gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon_kernel()
-def _add(a, b):  # type: ignore[no-untyped-def]
-    return a + b
-
-
-@gluon_kernel("num_requests", "num_tokens", "slots", "table_stride", "splits")
+@gluon_kernel("num_requests", "num_tokens", "slots", "table_stride", "programs")
 def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, HEADS, D]
     key_plane,  # [slots, KV_HEADS * D], descriptors of pages
@@ -68,17 +63,16 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     start_ptr,  # [B + 1]
     lens_ptr,  # [B]
     out_ptr,  # [T, HEADS, D]
-    part_ptr,  # [T, HEADS, splits, D] float32; used if DIVIDED
-    lse_ptr,  # [T, HEADS, splits] float32; used if DIVIDED
-    ended_ptr,  # int32, zero before and after: groups that have ended, by tile, KV head and half; used if DIVIDED
+    part_ptr,  # [most_parts, ROWS, D] float32
+    lse_ptr,  # [most_parts, ROWS] float32
+    ended_ptr,  # int32, zero before and after: groups that have ended, by the place of a tile's first part, and half
     num_requests,
     num_tokens,  # T, padding included
     slots,  # of the planes, which are converted pages or a pool
     query_stride,
     table_stride,
-    splits,  # parts of the keys
+    programs,  # that run at the same time
     scale_log2,  # scale * log2(e)
-    DIVIDED: tl.constexpr,  # splits is over 1
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -87,26 +81,25 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,  # more than num_requests
     STAGES: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    FINER: tl.constexpr,
     REGISTERS: tl.constexpr,
     COPY_REGISTERS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute pieces of the output. Each consists of TOKENS new tokens of a request, a KV head, and a part of the keys.
+    """Compute pieces of the output, see `hopper_pieces`.
 
-    Program p computes the pieces p, p + P, p + 2 P ... of P programs. The tokens that follow the last request are
-    padding, whose rows become zero.
+    Programs compute one piece each, or several if there are more pieces than programs. The tokens that follow the last
+    request are padding, whose rows become zero.
     """
     _await_previous(CHAINED)
     TOKENS: gl.constexpr = 128 // GROUP
     LIVE: gl.constexpr = HEADS // KV_HEADS
-    index = gl.arange(0, BLOCK_B, gl.BlockedLayout([1], [32], [4], [0]))
-    starts = gl.load(start_ptr + index, mask=index <= num_requests, other=0)
-    stops = gl.load(start_ptr + index + 1, mask=index < num_requests, other=0)
-    stops = gl.where(index == num_requests, num_tokens, stops)
-    tiles = gl.cdiv(stops - starts, TOKENS)
-    upto = gl.associative_scan(tiles, 0, _add)  # tiles of requests 0 .. index
-    count = gl.sum(tiles, axis=0)
+    batch, count = divide_batch(
+        start_ptr, lens_ptr, num_requests, num_tokens, programs,
+        TOKENS, KV_HEADS, BLOCK_N, BLOCK_B, MIN_PART, MAX_PARTS, FINER,
+    )  # fmt: skip
 
     dtype: gl.constexpr = key_plane.dtype
     COPIES: gl.constexpr = STAGES * (BLOCK_N // PAGE) * (D // 64)
@@ -126,17 +119,13 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     # Completes when the first block of values has arrived. `value_full` follows once its tail has been cleared, too.
     uncleared = gl.allocate_shared_memory(gl.int64, [1, 1], words)
 
-    for piece in range(gl.program_id(0), count * KV_HEADS * splits, gl.num_programs(0)):
-        split, kv_head = piece % splits, piece // splits % KV_HEADS
-        tile = count - 1 - piece // (splits * KV_HEADS)  # first the ends of long requests, which cost most
-        request = gl.sum((upto <= tile).to(gl.int32), axis=0)
-        before = gl.sum(gl.where(index < request, tiles, 0), axis=0)
-        start = gl.load(start_ptr + request)
-        stop, length = num_tokens, num_tokens * 0
-        if request < num_requests:
-            stop = gl.load(start_ptr + request + 1)
-            length = gl.load(lens_ptr + request)
-        first = start + (tile - before) * TOKENS
+    piece, turn = gl.program_id(0), 1
+    while piece < count:
+        # first the ends of long requests, which cost most
+        request, first, stop, length, kv_head, split, parts, place = find_piece(
+            batch, count - 1 - piece, start_ptr, lens_ptr, num_requests, num_tokens,
+            TOKENS, KV_HEADS, BLOCK_N, MIN_PART, MAX_PARTS,
+        )  # fmt: skip
         if length == 0:
             if split == 0:
                 zeros: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -151,9 +140,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
             position = length - stop + first  # of the tile's first query
             end = gl.minimum(position + TOKENS, length)
             blocks = gl.cdiv(end, BLOCK_N)
-            share = gl.maximum(gl.cdiv(blocks, splits), MIN_SHARE)
-            if not DIVIDED:
-                share = blocks
+            share = gl.maximum(gl.cdiv(blocks, parts), MIN_PART)
             used = gl.cdiv(blocks, share)  # parts that have keys: the first ones
             begin = split * share
             if begin < blocks:
@@ -169,11 +156,10 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
                 hopper.mbarrier.init(uncleared.index(0), count=1)
                 hopper.fence_async_shared()
                 barriers = key_full, key_empty, value_full, value_empty, uncleared
-                ended = ended_ptr + (tile * KV_HEADS + kv_head) * 2
-                memory = query_ptr, query_stride, out_ptr, part_ptr, lse_ptr, ended
+                memory = query_ptr, query_stride, out_ptr, part_ptr, lse_ptr, ended_ptr
                 rings = key_ring, value_ring
                 here = kv_head, first, stop, position
-                keys = stop_block - 1, stop_block - begin, masked, split, splits, used
+                keys = stop_block - 1, stop_block - begin, masked, split, place, used
                 table = table_ptr + request.to(gl.int64) * table_stride
                 gl.warp_specialize(
                     [
@@ -181,14 +167,14 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
                             attend,
                             (
                                 0, memory, queries, rings, barriers, here, keys, scale_log2,
-                                DIVIDED, HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
+                                HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
                             ),
                         ),
                         (
                             attend,
                             (
                                 1, memory, queries, rings, barriers, here, keys, scale_log2,
-                                DIVIDED, HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
+                                HEADS, KV_HEADS, D, GROUP, BLOCK_N, STAGES,
                             ),
                         ),
                         (
@@ -210,6 +196,9 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
                     hopper.mbarrier.invalidate(key_empty.index(stage))
                     hopper.mbarrier.invalidate(value_empty.index(stage))
                 hopper.mbarrier.invalidate(uncleared.index(0))
+        # The next turn is in reverse order: a program that computed one of the first pieces computes one of the last.
+        piece = 2 * turn * gl.num_programs(0) - 1 - piece
+        turn += 1
 
 
 def hopper_serves(query: Tensor, plane: Tensor, window: int | None, scales: tuple[float, float]) -> bool:
@@ -242,13 +231,13 @@ def hopper_extend(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
-    splits: int | None = None,
+    programs: int | None = None,
 ) -> Tensor:
     """Compute `extend_attention` without a window, where `hopper_serves`.
 
     Args:
         scale: of scores, positive.
-        splits: parts of the keys, see `choose_splits`.
+        programs: that run at the same time; None: one per multiprocessor.
     """
     assert scale > 0.0, "the largest score is searched for before it is scaled"
     count, heads, head_dim = query.shape
@@ -261,19 +250,19 @@ def hopper_extend(
     keys, slots = block_keys(head_dim), num_pages * page_size
     # One request has this many tiles. Several may have more, which the same programs compute one after another.
     tiles = cdiv(count, ROWS // group)
-    counts = 2 * kv_heads * (tiles + batch + 1)
-    parts = splits or choose_splits(kv_heads * tiles, counts, multiprocessors(query.device))
-    outputs = lse = ended = out
-    if parts > 1:
-        assert counts <= MAX_TILES, f"{counts} groups of warps, {MAX_TILES} counts"
-        outputs = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
-        lse = outputs.new_empty((count, heads, parts))
-        ended = ended_programs(query.device)
+    programs = programs or multiprocessors(query.device)
+    parts = most_parts(tiles, batch, kv_heads, programs)
+    assert 2 * parts <= MAX_TILES, f"{2 * parts} groups of warps, {MAX_TILES} counts"
+    outputs = torch.empty((parts, ROWS, head_dim), dtype=torch.float32, device=query.device)
+    lse = outputs.new_empty((parts, ROWS))
+    # With more tiles than programs, parts have programs besides those of tiles. Those without a piece end at once.
+    whole = kv_heads * tiles
+    launched = programs if whole <= programs else whole + programs
     planes = [
         swizzled_tiles(plane.view(slots, kv_heads * head_dim), page_size, WIDTH)
         for plane in (key_plane, value_plane)
     ]
-    _hopper_extend_kernel[(kv_heads * tiles * parts,)](
+    _hopper_extend_kernel[(launched,)](
         query,
         *planes,
         page_table,
@@ -282,15 +271,14 @@ def hopper_extend(
         out,
         outputs,
         lse,
-        ended,
+        ended_programs(query.device),
         batch,
         count,
         slots,
         query.stride(0),
         page_table.stride(0),
-        parts,
+        programs,
         scale * LOG2_E,
-        DIVIDED=parts > 1,
         PAGE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -299,7 +287,9 @@ def hopper_extend(
         BLOCK_N=keys,
         BLOCK_B=max(next_power_of_2(batch + 1), 128),
         STAGES=STAGES,
-        MIN_SHARE=MIN_SHARE,
+        MIN_PART=MIN_PART,
+        MAX_PARTS=MAX_PARTS,
+        FINER=FINER,
         REGISTERS=REGISTERS,
         COPY_REGISTERS=COPY_REGISTERS,
         **chained(query.device),

@@ -128,13 +128,13 @@ def _step(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def attend(  # type: ignore[no-untyped-def]
     index: tl.constexpr, memory, queries, rings, barriers, tile, keys, scale_log2,
-    DIVIDED: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of a tile; `index` is 0 or 1."""
     query_ptr, query_stride, out_ptr, part_ptr, lse_ptr, ended_ptr = memory
     kv_head, first, stop, position = tile
-    last, blocks, masked, split, splits, used = keys
+    last, blocks, masked, split, place, used = keys
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # 16 bytes per thread, so that a warp reads and writes whole rows.
@@ -182,23 +182,20 @@ def attend(  # type: ignore[no-untyped-def]
     out = out / gl.convert_layout(divisor, gl.SliceLayout(1, OUTPUT))[:, None]
     line = token * HEADS + head
     whole = out_ptr + (line * D)[:, None] + dim[None, :]
-    if DIVIDED:
-        if used == 1:
-            gl.store(whole, gl.convert_layout(out.to(query.dtype), LINES), mask=live[:, None])
-        else:
-            lse = gl.convert_layout(most * scale_log2 + gl.log2(total), gl.SliceLayout(1, LINES))
-            part = part_ptr + (line * splits * D)[:, None] + dim[None, :]
-            lse_line = lse_ptr + line * splits
-            gl.store(lse_line + split, lse, mask=live)
-            gl.store(part + split * D, gl.convert_layout(out, LINES), mask=live[:, None])
-            thread_barrier()  # all threads have stored before one of them counts this group
-            ended_ptr += index
-            ended = gl.atomic_add(ended_ptr, 1, sem="acq_rel")
-            if ended == used - 1:
-                gl.store(ended_ptr, 0)
-                _add_parts(whole, part, lse_line, live, used, query.dtype, D, LINES)
-    else:
+    if used == 1:
         gl.store(whole, gl.convert_layout(out.to(query.dtype), LINES), mask=live[:, None])
+    else:
+        lse = gl.convert_layout(most * scale_log2 + gl.log2(total), gl.SliceLayout(1, LINES))
+        lse_line = lse_ptr + place * 128 + row
+        part = part_ptr + ((place * 128 + row) * D)[:, None] + dim[None, :]
+        gl.store(lse_line + split * 128, lse, mask=live)
+        gl.store(part + split * (128 * D), gl.convert_layout(out, LINES), mask=live[:, None])
+        thread_barrier()  # all threads have stored before one of them counts this group
+        ended_ptr += place * 2 + index
+        ended = gl.atomic_add(ended_ptr, 1, sem="acq_rel")
+        if ended == used - 1:
+            gl.store(ended_ptr, 0)
+            _add_parts(whole, part, lse_line, live, used, query.dtype, D, LINES)
 
 
 @gluon_kernel()
@@ -210,8 +207,8 @@ def _add_parts(  # type: ignore[no-untyped-def]
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, LINES))
     out = gl.zeros([64, D], gl.float32, LINES)
     for each in range(used):
-        lse = gl.load(lse_line + each, mask=live, other=float("-inf"), cache_modifier=".cg")
-        value = gl.load(part + each * D, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        lse = gl.load(lse_line + each * 128, mask=live, other=float("-inf"), cache_modifier=".cg")
+        value = gl.load(part + each * (128 * D), mask=live[:, None], other=0.0, cache_modifier=".cg")
         new_most = gl.maximum(most, lse)
         shift = gl.where(new_most == float("-inf"), 0.0, new_most)
         weight, shrink = gl.exp2(lse - shift), gl.exp2(most - shift)

@@ -1,0 +1,148 @@
+"""How prompts are divided among the programs of the kernel for Hopper GPUs.
+
+Gluon has no interpreter, so the functions run as Python with a few of Gluon's operations on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.engine.ops import hopper_pieces
+from common.engine.ops.hopper_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
+
+pytest.importorskip("triton")
+
+TOKENS, BLOCK = 32, 128
+
+
+class Pointer(NamedTuple):
+    """Numbers in memory, and which of them are pointed at."""
+
+    numbers: Tensor
+    index: Any = 0
+
+    def __add__(self, index: Any) -> Pointer:  # type: ignore[override]
+        return self._replace(index=self.index + index)
+
+
+def load(pointer: Pointer, mask: Tensor | None = None, other: int = 0) -> Any:
+    if mask is None:
+        return int(pointer.numbers[pointer.index])
+    return torch.where(mask, pointer.numbers[torch.where(mask, pointer.index, 0)], other)
+
+
+def larger(a: Any, b: Any) -> Any:
+    return a.clamp(min=b) if isinstance(a, Tensor) else max(a, b)
+
+
+def smaller(a: Any, b: Any) -> Any:
+    return a.minimum(torch.as_tensor(b)) if isinstance(a, Tensor) else min(a, b)
+
+
+GLUON = SimpleNamespace(
+    BlockedLayout=lambda *_: None,
+    arange=lambda low, high, _layout: torch.arange(low, high),
+    associative_scan=lambda numbers, _axis, _add: numbers.cumsum(0),
+    cdiv=lambda a, b: -(-a // b),
+    int32=torch.int32,
+    load=load,
+    max=lambda numbers, axis: int(numbers.max()),
+    maximum=larger,
+    minimum=smaller,
+    sum=lambda numbers, axis: int(numbers.sum()),
+    where=torch.where,
+)
+
+
+def as_python(name: str) -> Any:
+    """Return a function of the module that calls Gluon's operations on tensors of the CPU."""
+    names: dict[str, Any] = {"gl": GLUON, "_add": None}
+    if name != "_parts_of":
+        names["_parts_of"] = as_python("_parts_of")
+    return FunctionType(getattr(hopper_pieces, name).fn.__code__, names)
+
+
+divide_batch, find_piece = as_python("divide_batch"), as_python("find_piece")
+
+
+class Piece(NamedTuple):
+    request: int
+    first: int
+    stop: int
+    length: int
+    kv_head: int
+    split: int
+    parts: int
+    place: int
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks of keys of the piece."""
+        return math.ceil(math.ceil(self.length / BLOCK) / self.parts)
+
+
+def divide(prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int = 0) -> list[Piece]:
+    """Return the pieces of prompts (new tokens, cached tokens)."""
+    starts = torch.tensor([0] + [new for new, _ in prompts]).cumsum(0)
+    memory = Pointer(starts), Pointer(torch.tensor([new + cached for new, cached in prompts]))
+    sizes = len(prompts), int(starts[-1]) + padding
+    batch, count = divide_batch(
+        *memory, *sizes, programs, TOKENS, kv_heads, BLOCK, 128, MIN_PART, MAX_PARTS, FINER
+    )
+    given = *memory, *sizes, TOKENS, kv_heads, BLOCK, MIN_PART, MAX_PARTS
+    return [Piece(*find_piece(batch, each, *given)) for each in range(count)]
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 40_000)), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    programs=st.sampled_from([1, 20, 132]),
+    padding=st.integers(0, 100),
+)
+def test_each_tile_is_computed_once_and_parts_have_places_of_their_own(
+    prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int
+) -> None:
+    pieces = divide(prompts, kv_heads, programs, padding)
+    expected, start = [], 0
+    for request, new in enumerate([*(new for new, _ in prompts), padding]):
+        firsts = range(start, start + new, TOKENS)
+        expected += [(request, first, head) for first in firsts for head in range(kv_heads)]
+        start += new
+    found = [(each.request, each.first, each.kv_head) for each in pieces if each.split == 0]
+    assert sorted(found) == sorted(expected)
+    assert len(set(pieces)) == len(pieces) == sum(each.parts for each in pieces if each.split == 0)
+    assert all(each.split < each.parts <= MAX_PARTS for each in pieces)
+    places = [each.place + each.split for each in pieces if each.parts > 1]
+    tiles = -(-start // TOKENS)
+    assert len(set(places)) == len(places)
+    assert max(places, default=0) < most_parts(tiles, len(prompts), kv_heads, programs)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pieces", "longest"),
+    [
+        ([(16, 32_752)], 128, 16),
+        ([(64, 32_704)], 128, 32),
+        ([(300, 32_468)], 240, 86),
+        ([(512, 32_256)], 128, 256),
+        ([(2048, 0)], 512, 16),
+        ([(64, 7936)] * 8, 128, 63),
+        ([(64, 29_936), (1984, 0)], 624, 30),
+        ([(64, 29_936), (2000, 2000)], 552, 79),
+        ([*[(64, 3936)] * 7, (64, 31_936)], 240, 32),
+    ],
+)
+def test_parts_are_as_long_as_the_work_of_a_program(
+    prompts: list[tuple[int, int]], pieces: int, longest: int
+) -> None:
+    """Otherwise a few new tokens after many cached ones would hold up the others."""
+    found = divide(prompts, 8, 132)
+    assert (len(found), max(each.blocks for each in found)) == (pieces, longest)
