@@ -68,7 +68,7 @@ def ways(
     stored = [plane.to(FP8) for plane in planes]
     eight = query, stored[0], stored[1], table, starts, lengths
     if any(cached for _, cached in prompts):
-        found["other, undivided"] = partial(extend_triton, *given, None, scale, splits=1)
+        found["other, undivided"] = partial(extend_triton, *given, None, scale, programs=1)
     elif len(prompts) == 1 and head_dim <= 128:
         own = [torch.randn(new, kv_heads, head_dim, device="cuda").to(BF16) for _ in range(2)]
         found["cudnn"] = partial(attend_whole_prompt, query, own[0], own[1], scale)

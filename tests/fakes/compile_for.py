@@ -488,7 +488,7 @@ def adds_up_steps(options: dict[str, Any]) -> bool:
 
 def adds_up_parts(options: dict[str, Any]) -> bool:
     """Return whether the last program of a tile adds up the parts of all."""
-    return bool(options.get("COMBINED") or options.get("DIVIDED"))
+    return bool(options.get("COMBINED") or options.get("MAX_PARTS"))
 
 
 def main(capabilities: list[int]) -> None:
@@ -507,6 +507,7 @@ def main(capabilities: list[int]) -> None:
             "early": early_counts(made.asm["ptx"]) if adds_up_parts(options) else [],
             "limit": room.shared_bytes,
             "racing": racing_stores(made.asm["ptx"]) if options["num_warps"] > 1 else [],
+            "ahead": "cp.async" in made.asm["ptx"],
             "late": late_loads(made.asm["ptx"]) if loads_first(name, options) else [],
             "serialised": serialised_products(made.asm["ptx"])
             if capability == 90 and adds_up_steps(options)

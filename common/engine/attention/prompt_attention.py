@@ -50,10 +50,9 @@ class PromptAttention(PagedAttention):
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         sizes = heads, kv_heads, head_dim
-        # `hopper_extend` has two kernels: with the fewest tokens it usually divides keys, with the most it does not.
-        # Over FP8 pages the fewest are MIN_BATCH_TOKENS + 1, from which on `extend_triton` has other kernels, too.
+        # From MIN_BATCH_TOKENS + 1 on, `extend_triton` has other kernels over FP8 pages.
         rest = max_tokens, sizes, dtype.itemsize, pool.device
-        steps = {1, max_tokens, *kernel_counts(1, *rest), *kernel_counts(MIN_BATCH_TOKENS + 1, *rest)}
+        steps = {*kernel_counts(1, *rest), *kernel_counts(MIN_BATCH_TOKENS + 1, *rest)}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()

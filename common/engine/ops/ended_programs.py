@@ -10,20 +10,6 @@ from torch import Tensor
 from common.engine.ops.triton_kernel import launches
 
 MAX_TILES = 1 << 16  # how many tiles have a count
-MAX_SPLITS = 16  # the most parts into which the keys of a prompt are divided
-
-
-def choose_splits(tiles: int, counts: int, programs: int) -> int:
-    """Return the parts into which keys are divided, so that all processors have work if there are few `tiles`.
-
-    They follow from the number of rows, not from lengths, so that the grid of a graph serves all lengths.
-
-    Args:
-        tiles: programs if keys are not divided.
-        counts: of `ended_programs` that the tiles need.
-        programs: for which the GPU has room at a time.
-    """
-    return max(1, min(programs // tiles, MAX_SPLITS)) if counts <= MAX_TILES else 1
 
 
 def ended_programs(device: torch.device) -> Tensor:

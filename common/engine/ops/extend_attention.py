@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.engine.ops.ended_programs import MAX_TILES, choose_splits, ended_programs
+from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.extend_kernel import extend_kernel
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
 from common.engine.ops.paged_attention import check_extend
 from common.engine.ops.paged_gather import attend, first_visible, gather
+from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import LOG2_E, cdiv, chained, multiprocessors, next_power_of_2
@@ -26,8 +27,7 @@ from common.engine.ops.triton_kernel import LOG2_E, cdiv, chained, multiprocesso
 SHAPES = ((128, 128, 8, 6.0), (128, 64, 4, 2.0), (64, 64, 4, 0.2), (16, 64, 4, 0.0))
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 WIDE_SHAPE = (64, 32, 4)
-# How far keys are divided: programs for which a processor has room, and the fewest keys of a part.
-PROGRAMS_PER_PROCESSOR, MIN_PART = 2, 512
+PROGRAMS_PER_PROCESSOR = 2  # for which a processor has room
 
 
 def extend_reference(
@@ -85,7 +85,6 @@ class TileDivision(NamedTuple):
     keys: int  # per step
     warps: int
     stages: int
-    splits: int  # parts of the keys
 
 
 def divide(
@@ -95,7 +94,6 @@ def divide(
     device: torch.device,
     shape: tuple[int, int, int] | None = None,
     num_stages: int | None = None,
-    splits: int | None = None,
 ) -> TileDivision:
     """Choose the division of `count` query tokens.
 
@@ -103,7 +101,6 @@ def divide(
         heads: query heads, KV heads, head_dim.
         itemsize: of queries, in bytes.
         shape: rows and keys of a tile, and warps, see `choose_shape`.
-        splits: see `choose_splits`.
     """
     queries, kv_heads, head_dim = heads
     group, processors = next_power_of_2(queries // kv_heads), multiprocessors(device)
@@ -111,9 +108,7 @@ def divide(
     stages = num_stages or (3 if keys == 64 else 2)
     sizes = stages, head_dim, itemsize
     rows, keys = cut_attention(max(rows, group), keys, *sizes, room_of(device), max(group, 16))
-    tiles = kv_heads * cdiv(count, rows // group)
-    parts = splits or choose_splits(tiles, tiles, PROGRAMS_PER_PROCESSOR * processors)
-    return TileDivision(rows, keys, warps, stages, parts)
+    return TileDivision(rows, keys, warps, stages)
 
 
 def kernel_counts(
@@ -122,8 +117,7 @@ def kernel_counts(
     """Return token counts from `min_tokens` to `max_tokens`, one per kernel that `extend_triton` can launch."""
     found: dict[TileDivision, int] = {}
     for count in range(min_tokens, max_tokens + 1):
-        division = divide(count, heads, itemsize, device)
-        found.setdefault(division._replace(splits=min(division.splits, 2)), count)
+        found.setdefault(divide(count, heads, itemsize, device), count)
     return sorted(found.values())
 
 
@@ -140,14 +134,14 @@ def extend_triton(
     value_scale: float = 1.0,
     shape: tuple[int, int, int] | None = None,
     num_stages: int | None = None,
-    splits: int | None = None,
+    programs: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Launch without reading lengths: the grid covers every division of T rows among the requests.
 
     Args:
         shape: rows and keys of a tile, and warps, see `choose_shape`.
-        splits: parts of the keys, see `choose_splits`.
+        programs: that run at the same time; None: as many as a GPU has room for.
         out: contiguous result [T, heads, D], in which rows of requests of length 0, and padding, are left as they are;
             None: a new one, in which they are zero.
     """
@@ -163,17 +157,16 @@ def extend_triton(
     if count == 0:
         return out
     group, sizes = next_power_of_2(heads // kv_heads), (heads, kv_heads, head_dim)
-    division = divide(count, sizes, query.element_size(), query.device, shape, num_stages, splits)
-    tokens, parts = division.rows // group, division.splits
-    # One request has this many tiles. Only several requests have more, and then there is enough work without parts.
-    divided_tiles = cdiv(count, tokens)
-    outputs = lse = ended = out
-    if parts > 1:
-        assert kv_heads * divided_tiles <= MAX_TILES, f"{kv_heads * divided_tiles} tiles, {MAX_TILES} counts"
-        outputs = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
-        lse, ended = outputs.new_empty((count, heads, parts)), ended_programs(query.device)
-    grid = (kv_heads, divided_tiles * parts + batch + 1)
-    extend_kernel[grid](
+    division = divide(count, sizes, query.element_size(), query.device, shape, num_stages)
+    tokens = division.rows // group
+    programs = programs or PROGRAMS_PER_PROCESSOR * multiprocessors(query.device)
+    parts = most_parts(programs)
+    assert parts <= MAX_TILES, f"{parts} parts, {MAX_TILES} counts"
+    outputs = torch.empty((parts, division.rows, head_dim), dtype=torch.float32, device=query.device)
+    lse = outputs.new_empty((parts, division.rows))
+    # Each request, and the padding, may have a tile that is not full.
+    tiles = min(cdiv(count, tokens) + batch + 1, count)
+    extend_kernel[(kv_heads * tiles + parts,)](
         query,
         key_plane,
         value_plane,
@@ -183,14 +176,13 @@ def extend_triton(
         out,
         outputs,
         lse,
-        ended,
+        ended_programs(query.device),
         batch,
         count,
         query.stride(0),
         page_table.stride(0),
         window or 0,
-        parts,
-        divided_tiles,
+        programs,
         scale * key_scale * LOG2_E,
         value_scale,
         EIGHT_BITS=key_plane.dtype is FP8,
@@ -203,9 +195,10 @@ def extend_triton(
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         TOKENS=tokens,
         BLOCK_N=division.keys,
-        BLOCK_B=max(next_power_of_2(batch), 64),
+        BLOCK_B=max(next_power_of_2(batch + 1), 128),
         MIN_PART=MIN_PART,
-        DIVIDED=parts > 1,
+        MAX_PARTS=MAX_PARTS,
+        FINER=FINER,
         KEEPS=keeps,
         **chained(query.device),
         num_warps=division.warps,

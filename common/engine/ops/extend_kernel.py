@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.engine.ops.kv_rounding import for_fp8_keys
+from common.engine.ops.prompt_pieces import divide_prompts, find_piece
 from common.engine.ops.triton_kernel import await_previous, kernel, kernel_with_varying, tl
 
 
@@ -41,8 +42,9 @@ def _over_keys(  # type: ignore[no-untyped-def]
     """Online softmax (FlashAttention-2, arXiv 2307.08691) over the keys at positions begin .. end - 1."""
     most, total, out = state
     dim = tl.arange(0, BLOCK_D)
-    for start in range(begin, end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
+    # If this loop began at a variable, Triton would not load ahead in it.
+    for step in range(0, end - begin, BLOCK_N):
+        position = begin + step + tl.arange(0, BLOCK_N)
         live = position < length
         if MASKED:
             page = tl.load(table_ptr + position // PAGE_SIZE, mask=live, other=0)
@@ -78,25 +80,37 @@ def _over_keys(  # type: ignore[no-untyped-def]
 
 @kernel
 def _add_parts(  # type: ignore[no-untyped-def]
-    part, lse_line, line_mask, mask, used, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    out_line,  # [ROWS], places of rows of the result
+    part_line,  # [ROWS], places of rows of the first part
+    lse_line,
+    live,
+    used,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Return the sum of the parts of a tile. Other multiprocessors wrote them, so no cache of this one is read."""
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for each in range(used):
-        lse = tl.load(lse_line + each, mask=line_mask, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(part + each * D, mask=mask, other=0.0, cache_modifier=".cg")
-        new_most = tl.maximum(most, lse)
-        shift = tl.where(new_most == float("-inf"), 0.0, new_most)
-        weight, shrink = tl.exp2(lse - shift), tl.exp2(most - shift)
-        total = total * shrink + weight
-        out = out * shrink[:, None] + value * weight[:, None]
-        most = new_most
-    return out / tl.where(total > 0.0, total, 1.0)[:, None]
+    """Store the sum of the parts of a tile. Other multiprocessors wrote them, so no cache of this one is read."""
+    for first in tl.static_range(0, D, COLUMNS):
+        dim = first + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (dim < D)[None, :]
+        most = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        out = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for each in range(used):
+            lse = tl.load(lse_line + each * ROWS, mask=live, other=float("-inf"), cache_modifier=".cg")
+            place = (part_line + each * (ROWS * D))[:, None] + dim[None, :]
+            value = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+            new_most = tl.maximum(most, lse)
+            shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+            weight, shrink = tl.exp2(lse - shift), tl.exp2(most - shift)
+            total = total * shrink + weight
+            out = out * shrink[:, None] + value * weight[:, None]
+            most = new_most
+        out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(out_line[:, None] + dim[None, :], out.to(out_line.dtype.element_ty), mask=mask)
 
 
-@kernel_with_varying("num_requests", "num_tokens", "table_stride", "window", "splits", "divided_tiles")
+@kernel_with_varying("num_requests", "num_tokens", "table_stride", "window", "programs")
 def extend_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, HEADS, D]
     key_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, D]
@@ -105,16 +119,15 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     start_ptr,  # [B + 1]
     lens_ptr,  # [B]
     out_ptr,  # [T, HEADS, D]
-    part_ptr,  # [T, HEADS, splits, D] float32; used if DIVIDED
-    lse_ptr,  # [T, HEADS, splits] float32; used if DIVIDED
-    ended_ptr,  # int32, zero before and after: programs that have ended, by tile and KV head; used if DIVIDED
+    part_ptr,  # [most_parts, TOKENS * GROUP, D] float32
+    lse_ptr,  # [most_parts, TOKENS * GROUP] float32
+    ended_ptr,  # int32, zero before and after: programs that have ended, by the place of a tile's first part
     num_requests,
     num_tokens,  # T, padding included
     query_stride,
     table_stride,
     window,
-    splits,  # parts of the keys
-    divided_tiles,  # tiles with a program for each part, the first ones; the others have one program
+    programs,  # that run at the same time
     scale_log2,  # scale * log2(e), times the scale of keys
     value_scale,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
@@ -127,18 +140,17 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,  # query tokens of a tile
     BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # at least num_requests
+    BLOCK_B: tl.constexpr,  # more than num_requests
     MIN_PART: tl.constexpr,  # keys, a multiple of BLOCK_N
-    DIVIDED: tl.constexpr,  # splits is over 1
+    MAX_PARTS: tl.constexpr,
+    FINER: tl.constexpr,
     KEEPS: tl.constexpr,  # leave the rows of requests of length 0, and padding, as they are
     CHAINED: tl.constexpr,
 ):
-    """Each program computes a tile: TOKENS new tokens of one request for one KV head with all its query heads.
+    """Each program computes a piece, see `prompt_pieces`: TOKENS new tokens of one request for one KV head with all its
+    query heads, over a part of the keys.
 
-    If DIVIDED, a tile has several programs, each of which computes a part of its keys, and the one that ends last adds
-    up the parts.
-
-    Programs find their request in the prefix sums; the remaining ones zero the padding rows.
+    The program of a tile that ends last adds up the parts. The rows of the padding become zero.
     """
     await_previous(CHAINED)
     index = tl.arange(0, BLOCK_B)
@@ -147,35 +159,25 @@ def extend_kernel(  # type: ignore[no-untyped-def]
             return
     LIVE_GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = TOKENS * GROUP
-    kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # first the ends of long requests, which cost most
-    split, parts = tile * 0, tile * 0 + 1
-    if DIVIDED:
-        if tile < divided_tiles * splits:
-            split, parts, tile = tile % splits, parts * splits, tile // splits
-        else:
-            tile -= divided_tiles * (splits - 1)
-    starts = tl.load(start_ptr + index, mask=index < num_requests, other=0)
-    stops = tl.load(start_ptr + index + 1, mask=index < num_requests, other=0)
-    tiles = tl.cdiv(stops - starts, TOKENS)
-    upto = tl.cumsum(tiles, axis=0)  # tiles of requests 0 .. index
-    request = tl.sum((upto <= tile).to(tl.int32), axis=0)
-    before = tl.sum(tl.where(index < request, tiles, 0), axis=0)
+    COLUMNS: tl.constexpr = min(BLOCK_D, 32)  # that are added up at a time
+    prompts, count = divide_prompts(
+        index, start_ptr, lens_ptr, num_requests, num_tokens, programs, window,
+        WINDOW, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
+    )  # fmt: skip
+    piece = count - 1 - tl.program_id(0)  # first the ends of long requests, which cost most
+    if piece < 0:
+        return
+    request, start, stop, length, first, kv_head, split, parts, place = find_piece(
+        prompts, piece, start_ptr, lens_ptr, num_requests, num_tokens, window,
+        WINDOW, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS,
+    )  # fmt: skip
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
     group = row % GROUP
-    if request < num_requests:
-        start = tl.load(start_ptr + request)
-        stop = tl.load(start_ptr + request + 1)
-        length = tl.load(lens_ptr + request)
-    else:  # padding after the last request
-        start = tl.load(start_ptr + num_requests)
-        stop = num_tokens
-        length = start * 0
-    first = start + (tile - before) * TOKENS  # row of the first query token
     token = first + row // GROUP
-    mask = ((token < stop) & (group < LIVE_GROUP))[:, None] & (dim < D)[None, :]
+    live = (token < stop) & (group < LIVE_GROUP)
+    mask = live[:, None] & (dim < D)[None, :]
     head = (kv_head * LIVE_GROUP + group)[:, None] * D + dim[None, :]
     used = parts * 0 + 1  # parts that have keys: the first ones
     out_place = token.to(tl.int64)[:, None] * (HEADS * D) + head
@@ -197,12 +199,11 @@ def extend_kernel(  # type: ignore[no-untyped-def]
             clear = begin
         else:
             clear = (lowest + 1) // BLOCK_N * BLOCK_N  # below it every query of the tile sees every key
-        if DIVIDED:
-            part_keys = tl.maximum(tl.cdiv(tl.cdiv(end - begin, parts), BLOCK_N) * BLOCK_N, MIN_PART)
-            used = tl.cdiv(end - begin, part_keys)
-            begin += split * part_keys
-            end = tl.minimum(begin + part_keys, end)
-            clear = tl.minimum(tl.maximum(begin, clear), end)
+        part_keys = tl.maximum(tl.cdiv(tl.cdiv(end - begin, parts), BLOCK_N) * BLOCK_N, MIN_PART)
+        used = tl.cdiv(end - begin, part_keys)
+        begin += split * part_keys
+        end = tl.minimum(begin + part_keys, end)
+        clear = tl.minimum(tl.maximum(begin, clear), end)
         state = most, total, out
         if not WINDOW:
             state = _over_keys(
@@ -217,21 +218,17 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
     if EIGHT_BITS:
         out *= value_scale
-    stores = split == 0
+    stores = (split == 0) & (used <= 1)
     if KEEPS:
         stores = stores & (length > 0)
-    if DIVIDED:  # noqa: SIM102
-        if (used > 1) & (split < used):
-            lines = token.to(tl.int64) * HEADS + kv_head * LIVE_GROUP + group
-            live = (token < stop) & (group < LIVE_GROUP)
-            part = part_ptr + (lines * splits * D)[:, None] + dim[None, :]
-            lse_line = lse_ptr + lines * splits
-            tl.store(lse_line + split, most + tl.log2(total), mask=live)
-            tl.store(part + split * D, out, mask=mask)
-            tl.debug_barrier()  # all threads have stored before one of them counts this program
-            counted = ended_ptr + tile * KV_HEADS + kv_head
-            stores = tl.atomic_add(counted, 1, sem="acq_rel") == used - 1
-            if stores:
-                tl.store(counted, 0)
-                out = _add_parts(part, lse_line, live, mask, used, ROWS, D, BLOCK_D)
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=mask & stores)
+    if (used > 1) & (split < used):
+        part_line = part_ptr + (place * ROWS + row) * D
+        lse_line = lse_ptr + place * ROWS + row
+        tl.store(lse_line + split * ROWS, most + tl.log2(total), mask=live)
+        tl.store((part_line + split * (ROWS * D))[:, None] + dim[None, :], out, mask=mask)
+        tl.debug_barrier()  # all threads have stored before one of them counts this program
+        if tl.atomic_add(ended_ptr + place, 1, sem="acq_rel") == used - 1:
+            tl.store(ended_ptr + place, 0)
+            out_line = out_ptr + (token.to(tl.int64) * HEADS + kv_head * LIVE_GROUP + group) * D
+            _add_parts(out_line, part_line, lse_line, live, used, ROWS, D, COLUMNS)

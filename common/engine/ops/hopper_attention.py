@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
-from common.engine.ops.hopper_pieces import FINER, MAX_PARTS, MIN_PART, divide_batch, find_piece, most_parts
 from common.engine.ops.hopper_warps import attend, copy
 from common.engine.ops.paged_attention import check_extend
+from common.engine.ops.prompt_pieces import (
+    FINER,
+    MAX_PARTS,
+    MIN_PART,
+    divide_prompts,
+    find_piece,
+    most_parts,
+)
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     cdiv,
@@ -88,7 +95,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     COPY_REGISTERS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute pieces of the output, see `hopper_pieces`.
+    """Compute pieces of the output, see `prompt_pieces`.
 
     Programs compute one piece each, or several if there are more pieces than programs. The tokens that follow the last
     request are padding, whose rows become zero.
@@ -96,9 +103,11 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     _await_previous(CHAINED)
     TOKENS: gl.constexpr = 128 // GROUP
     LIVE: gl.constexpr = HEADS // KV_HEADS
-    batch, count = divide_batch(
-        start_ptr, lens_ptr, num_requests, num_tokens, programs,
-        TOKENS, KV_HEADS, BLOCK_N, BLOCK_B, MIN_PART, MAX_PARTS, FINER,
+    # Each warp holds all requests, so that sums need no shared memory.
+    index = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [4], [0]))
+    prompts, count = divide_prompts(
+        index, start_ptr, lens_ptr, num_requests, num_tokens, programs, 0,
+        False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
     )  # fmt: skip
 
     dtype: gl.constexpr = key_plane.dtype
@@ -122,9 +131,9 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     piece, turn = gl.program_id(0), 1
     while piece < count:
         # first the ends of long requests, which cost most
-        request, first, stop, length, kv_head, split, parts, place = find_piece(
-            batch, count - 1 - piece, start_ptr, lens_ptr, num_requests, num_tokens,
-            TOKENS, KV_HEADS, BLOCK_N, MIN_PART, MAX_PARTS,
+        request, _start, stop, length, first, kv_head, split, parts, place = find_piece(
+            prompts, count - 1 - piece, start_ptr, lens_ptr, num_requests, num_tokens, 0,
+            False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS,
         )  # fmt: skip
         if length == 0:
             if split == 0:
@@ -140,7 +149,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
             position = length - stop + first  # of the tile's first query
             end = gl.minimum(position + TOKENS, length)
             blocks = gl.cdiv(end, BLOCK_N)
-            share = gl.maximum(gl.cdiv(blocks, parts), MIN_PART)
+            share = gl.maximum(gl.cdiv(blocks, parts), MIN_PART // BLOCK_N)
             used = gl.cdiv(blocks, share)  # parts that have keys: the first ones
             begin = split * share
             if begin < blocks:
@@ -249,14 +258,13 @@ def hopper_extend(
         return out
     keys, slots = block_keys(head_dim), num_pages * page_size
     # One request has this many tiles. Several may have more, which the same programs compute one after another.
-    tiles = cdiv(count, ROWS // group)
+    whole = kv_heads * cdiv(count, ROWS // group)
     programs = programs or multiprocessors(query.device)
-    parts = most_parts(tiles, batch, kv_heads, programs)
+    parts = most_parts(programs)
     assert 2 * parts <= MAX_TILES, f"{2 * parts} groups of warps, {MAX_TILES} counts"
     outputs = torch.empty((parts, ROWS, head_dim), dtype=torch.float32, device=query.device)
     lse = outputs.new_empty((parts, ROWS))
     # With more tiles than programs, parts have programs besides those of tiles. Those without a piece end at once.
-    whole = kv_heads * tiles
     launched = programs if whole <= programs else whole + programs
     planes = [
         swizzled_tiles(plane.view(slots, kv_heads * head_dim), page_size, WIDTH)

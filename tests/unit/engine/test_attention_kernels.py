@@ -9,6 +9,7 @@ from torch import Tensor
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.extend_attention import (
+    TileDivision,
     choose_shape,
     divide,
     extend_triton,
@@ -129,7 +130,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     ends = torch.tensor(lengths, dtype=torch.int32)
     key, value = cache.planes
     out = extend_triton(
-        query, key, value, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4), splits=1
+        query, key, value, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4), programs=1
     )
     for row, part in enumerate(out[:-40].split(query_lens)):
         if query_lens[row]:
@@ -147,7 +148,7 @@ def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, di
     starts = torch.tensor([0, 70, 90, 140], dtype=torch.int32)
     ends = torch.tensor([80, 0, 70], dtype=torch.int32)  # the second request is computed elsewhere
     key, value = cache.planes
-    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, dim**-0.5, splits=1)
+    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, dim**-0.5, programs=1)
     close(out[:70], cache.expected(0, query[:70], None))
     close(out[90:], cache.expected(2, query[90:], None))
     assert not out[70:90].any()
@@ -155,31 +156,20 @@ def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, di
 
 @pytest.mark.parametrize("window", [None, 900])
 def test_extend_over_parts_of_the_keys(window: int | None) -> None:
-    lengths, query_lens = [1300, 20, 700], [9, 20, 3]
+    lengths, query_lens = [2600, 20, 700], [9, 20, 3]
     cache = Cache(lengths, 16, 1, 16, torch.float32)
     query = torch.randn(sum(query_lens) + 20, 3, 16)
     query[-20:] = torch.nan  # padding after the last request
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends = torch.tensor(lengths, dtype=torch.int32)
     key, value = cache.planes
-    for splits in (2, 5):
-        out = extend_triton(
-            query, key, value, cache.page_table, starts, ends, window, 0.25, shape=(16, 32, 4), splits=splits
-        )
+    rest = cache.page_table, starts, ends, window, 0.25
+    for programs in (6, 30):
+        out = extend_triton(query, key, value, *rest, shape=(16, 32, 4), programs=programs)
         for row, part in enumerate(out[:-20].split(query_lens)):
             close(part, cache.expected(row, query[starts[row] : starts[row + 1]], window))
         assert not out[-20:].any()
         assert not ended_programs(query.device).any()
-
-
-@pytest.mark.parametrize(
-    ("count", "splits"),
-    [(4, 16), (16, 8), (64, 2), (65, 1), (512, 1)],
-)
-def test_keys_are_divided_where_tiles_are_few(count: int, splits: int) -> None:
-    """With 32 query heads and 8 KV heads a tile of 16 rows has four tokens."""
-    shape = 16, 64, 4
-    assert divide(count, (32, 8, 128), 2, torch.device("cpu"), shape).splits == splits
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 130])
@@ -188,7 +178,7 @@ def test_extend_of_few_and_of_no_rows(count: int) -> None:
     query = torch.randn(count, 2, 16)
     starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [130]))
     key, value = cache.planes
-    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, 0.25, splits=1)
+    out = extend_triton(query, key, value, cache.page_table, starts, ends, None, 0.25, programs=1)
     close(out, cache.expected(0, query, None))
 
 
@@ -201,9 +191,8 @@ def test_every_kernel_is_among_those_that_are_compiled_early(
 ) -> None:
     cpu = torch.device("cpu")
 
-    def kernel(count: int) -> tuple[object, ...]:
-        rows, keys, warps, stages, splits = divide(count, heads, itemsize, cpu)
-        return rows, keys, warps, stages, splits > 1
+    def kernel(count: int) -> TileDivision:
+        return divide(count, heads, itemsize, cpu)
 
     for least, most in ((1, 1), (1, 64), (1, 700), (1, 8192), (129, 64), (129, 8192)):
         counts = kernel_counts(least, most, heads, itemsize, cpu)

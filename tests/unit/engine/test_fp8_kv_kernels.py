@@ -62,7 +62,7 @@ def test_attention(spread_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
             close(out[row : row + 1], cache.expected(row, query[row : row + 1], None))
 
     starts, query = torch.tensor([0, 7, 10, 20], dtype=torch.int32), torch.randn(20, heads, dim)
-    for extend in (extend_attention, functools.partial(extend_triton, splits=1)):
+    for extend in (extend_attention, functools.partial(extend_triton, programs=1)):
         out = scaled(extend)(query, keys, values, table, starts, lengths, 50, scale)
         for row in range(3):
             rows = slice(int(starts[row]), int(starts[row + 1]))

@@ -1,6 +1,6 @@
-"""How prompts are divided among the programs of the kernel for Hopper GPUs.
+"""How prompts are divided among the programs of attention.
 
-Gluon has no interpreter, so the functions run as Python with a few of Gluon's operations on tensors of the CPU.
+The functions run as Python with a few of Triton's operations on tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.ops import hopper_pieces
-from common.engine.ops.hopper_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
+from common.engine.ops import prompt_pieces
+from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
 
 pytest.importorskip("triton")
 
@@ -47,11 +47,9 @@ def smaller(a: Any, b: Any) -> Any:
     return a.minimum(torch.as_tensor(b)) if isinstance(a, Tensor) else min(a, b)
 
 
-GLUON = SimpleNamespace(
-    BlockedLayout=lambda *_: None,
-    arange=lambda low, high, _layout: torch.arange(low, high),
-    associative_scan=lambda numbers, _axis, _add: numbers.cumsum(0),
+TRITON = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b),
+    cumsum=lambda numbers, axis: numbers.cumsum(axis),
     int32=torch.int32,
     load=load,
     max=lambda numbers, axis: int(numbers.max()),
@@ -63,21 +61,22 @@ GLUON = SimpleNamespace(
 
 
 def as_python(name: str) -> Any:
-    """Return a function of the module that calls Gluon's operations on tensors of the CPU."""
-    names: dict[str, Any] = {"gl": GLUON, "_add": None}
-    if name != "_parts_of":
-        names["_parts_of"] = as_python("_parts_of")
-    return FunctionType(getattr(hopper_pieces, name).fn.__code__, names)
+    """Return a function of the module that calls Triton's operations on tensors of the CPU."""
+    names: dict[str, Any] = {"tl": TRITON}
+    if name in ("divide_prompts", "find_piece"):
+        names |= {called: as_python(called) for called in ("_parts_of", "_average_blocks")}
+    return FunctionType(getattr(prompt_pieces, name).fn.__code__, names)
 
 
-divide_batch, find_piece = as_python("divide_batch"), as_python("find_piece")
+divide_prompts, find_piece = as_python("divide_prompts"), as_python("find_piece")
 
 
 class Piece(NamedTuple):
     request: int
-    first: int
+    start: int
     stop: int
     length: int
+    first: int
     kv_head: int
     split: int
     parts: int
@@ -89,16 +88,16 @@ class Piece(NamedTuple):
         return math.ceil(math.ceil(self.length / BLOCK) / self.parts)
 
 
-def divide(prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int = 0) -> list[Piece]:
+def divide(
+    prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int = 0, window: int | None = None
+) -> list[Piece]:
     """Return the pieces of prompts (new tokens, cached tokens)."""
     starts = torch.tensor([0] + [new for new, _ in prompts]).cumsum(0)
     memory = Pointer(starts), Pointer(torch.tensor([new + cached for new, cached in prompts]))
     sizes = len(prompts), int(starts[-1]) + padding
-    batch, count = divide_batch(
-        *memory, *sizes, programs, TOKENS, kv_heads, BLOCK, 128, MIN_PART, MAX_PARTS, FINER
-    )
-    given = *memory, *sizes, TOKENS, kv_heads, BLOCK, MIN_PART, MAX_PARTS
-    return [Piece(*find_piece(batch, each, *given)) for each in range(count)]
+    shape = window is not None, TOKENS, kv_heads, BLOCK, MIN_PART // BLOCK, MAX_PARTS
+    found, count = divide_prompts(torch.arange(128), *memory, *sizes, programs, window or 0, *shape, FINER)
+    return [Piece(*find_piece(found, each, *memory, *sizes, window or 0, *shape)) for each in range(count)]
 
 
 @given(
@@ -106,11 +105,12 @@ def divide(prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding
     kv_heads=st.sampled_from([1, 2, 8]),
     programs=st.sampled_from([1, 20, 132]),
     padding=st.integers(0, 100),
+    window=st.sampled_from([None, 100, 4096]),
 )
 def test_each_tile_is_computed_once_and_parts_have_places_of_their_own(
-    prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int
+    prompts: list[tuple[int, int]], kv_heads: int, programs: int, padding: int, window: int | None
 ) -> None:
-    pieces = divide(prompts, kv_heads, programs, padding)
+    pieces = divide(prompts, kv_heads, programs, padding, window)
     expected, start = [], 0
     for request, new in enumerate([*(new for new, _ in prompts), padding]):
         firsts = range(start, start + new, TOKENS)
@@ -121,9 +121,8 @@ def test_each_tile_is_computed_once_and_parts_have_places_of_their_own(
     assert len(set(pieces)) == len(pieces) == sum(each.parts for each in pieces if each.split == 0)
     assert all(each.split < each.parts <= MAX_PARTS for each in pieces)
     places = [each.place + each.split for each in pieces if each.parts > 1]
-    tiles = -(-start // TOKENS)
     assert len(set(places)) == len(places)
-    assert max(places, default=0) < most_parts(tiles, len(prompts), kv_heads, programs)
+    assert max(places, default=0) < most_parts(programs)
 
 
 @pytest.mark.parametrize(
