@@ -89,12 +89,11 @@ class Prompts:
 
     def computed(self, hopper: bool, divided: bool) -> torch.Tensor:
         keys, values = self.planes
-        rest = self.table, self.starts, self.lengths
+        rest, programs = (self.table, self.starts, self.lengths), None if divided else 1
         if hopper:
             assert hopper_serves(self.query, keys, None, (1.0, 1.0))
-            return hopper_extend(self.query, keys, values, *rest, self.scale, None if divided else 1).float()
-        splits = 3 if divided else 1
-        return extend_triton(self.query, keys, values, *rest, None, self.scale, splits=splits).float()
+            return hopper_extend(self.query, keys, values, *rest, self.scale, programs).float()
+        return extend_triton(self.query, keys, values, *rest, None, self.scale, programs=programs).float()
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -26,7 +26,7 @@ from common.engine.ops.triton_kernel import (
 
 BLOCK = 4096  # values that a program converts at a time
 PROGRAMS_PER_PROCESSOR = 8
-MIN_TOKENS = 64  # pages of requests with so few new tokens are not converted; measured on an H200
+MIN_TOKENS = 32  # pages of requests with so few new tokens are not converted; measured on an H200
 
 
 class ConvertedPages(NamedTuple):

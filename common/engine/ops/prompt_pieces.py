@@ -67,16 +67,24 @@ def divide_prompts(  # type: ignore[no-untyped-def]
     new = tl.where(index == num_requests, num_tokens, stops) - starts
     lengths = tl.load(lens_ptr + index, mask=index < num_requests, other=0)
     tiles = tl.cdiv(new, TOKENS)
-    blocks = tl.where(lengths > 0, _average_blocks(new, lengths, window, WINDOW, TOKENS, BLOCK_N), 0)
+    blocks = tl.where(
+        (lengths > 0) & (tiles > 0), _average_blocks(new, lengths, window, WINDOW, TOKENS, BLOCK_N), 0
+    )
     work = tl.maximum(tl.sum(tiles * blocks, axis=0) * KV_HEADS, 1)
-    parts = _parts_of(blocks, work, programs, MIN_BLOCKS, MAX_PARTS)
-    longest = tl.max(tl.where(tiles > 0, tl.cdiv(blocks, parts), 0), axis=0)
-    room = programs
-    if (tl.sum(tiles * parts, axis=0) * KV_HEADS > programs) | (4 * longest * programs > 5 * work):
-        room = programs * FINER
-    parts = _parts_of(blocks, work, room, MIN_BLOCKS, MAX_PARTS)
-    pieces = tiles * parts * KV_HEADS
-    return (index, tl.cumsum(pieces, axis=0), pieces, parts, work, room), tl.sum(pieces, axis=0)
+    longest = tl.max(blocks, axis=0)
+    parts, pieces = tiles * 0 + 1, tiles * KV_HEADS
+    upto, count, room = tl.cumsum(pieces, axis=0), tl.sum(pieces, axis=0), programs * 0
+    # Most forwards end here: their programs start sooner than those that divide.
+    if (longest >= 2 * MIN_BLOCKS) & (longest * programs > work):
+        parts = _parts_of(blocks, work, programs, MIN_BLOCKS, MAX_PARTS)
+        share = tl.max(tl.cdiv(blocks, parts), axis=0)
+        room = programs
+        if (tl.sum(tiles * parts, axis=0) * KV_HEADS > programs) | (4 * share * programs > 5 * work):
+            room = programs * FINER
+        parts = _parts_of(blocks, work, room, MIN_BLOCKS, MAX_PARTS)
+        pieces = tiles * parts * KV_HEADS
+        upto, count = tl.cumsum(pieces, axis=0), tl.sum(pieces, axis=0)
+    return (upto, pieces, parts, work, room), count
 
 
 @kernel
@@ -100,17 +108,19 @@ def find_piece(  # type: ignore[no-untyped-def]
     Returns the request, its first token, the end of its tokens, its length, the tile's first token, the KV head, the
     number of the part, how many parts the tile has, and if it has several, the place of the first one in `most_parts`.
     """
-    index, upto, pieces, parts, work, room = prompts
-    request = tl.sum((upto <= piece).to(tl.int32), axis=0)
-    piece -= tl.sum(tl.where(index < request, pieces, 0), axis=0)
-    place = tl.sum(tl.where((index < request) & (parts > 1), pieces, 0), axis=0)
+    upto, pieces, parts, work, room = prompts
+    earlier = upto <= piece  # of requests before
+    request = tl.sum(earlier.to(tl.int32), axis=0)
+    piece -= tl.max(tl.where(earlier, upto, 0), axis=0)
     start = tl.load(start_ptr + request)
-    stop, length, count = num_tokens, num_tokens * 0, num_tokens * 0 + 1
+    stop, length = num_tokens, num_tokens * 0
     if request < num_requests:
         stop = tl.load(start_ptr + request + 1)
         length = tl.load(lens_ptr + request)
+    count, place = num_tokens * 0 + 1, num_tokens * 0
+    if (room > 0) & (length > 0):
         blocks = _average_blocks(stop - start, length, window, WINDOW, TOKENS, BLOCK_N)
-        if length > 0:
-            count = _parts_of(blocks, work, room, MIN_BLOCKS, MAX_PARTS)
+        count = _parts_of(blocks, work, room, MIN_BLOCKS, MAX_PARTS)
+        place = tl.sum(tl.where(earlier & (parts > 1), pieces, 0), axis=0)
     split, kv_head, tile = piece % count, piece // count % KV_HEADS, piece // (count * KV_HEADS)
     return request, start, stop, length, start + tile * TOKENS, kv_head, split, count, place + piece - split
