@@ -143,9 +143,10 @@ def test_fewer_programs_than_pieces(programs: int) -> None:
     if not is_hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU")
     prompts = Prompts([9000, 200, 3000], [20, 9, 1], (8, 1, 128), 16, BF16, 8, 1)
-    rest = prompts.table, prompts.starts, prompts.lengths, prompts.scale, programs
+    keys, values = prompts.planes
+    rest = prompts.table, prompts.starts, prompts.lengths
     for _ in range(2):
-        found = hopper_extend(prompts.query, *prompts.planes, *rest)
+        found = hopper_extend(prompts.query, keys, values, *rest, prompts.scale, programs)
         torch.testing.assert_close(found.float(), prompts.expected(), atol=TOLERANCE[BF16], rtol=0)
     assert not ended_programs(prompts.query.device).any()
 

@@ -29,7 +29,7 @@ class Pointer(NamedTuple):
     numbers: Tensor
     index: Any = 0
 
-    def __add__(self, index: Any) -> Pointer:  # type: ignore[override]
+    def __add__(self, index: Any) -> Pointer:
         return self._replace(index=self.index + index)
 
 
