@@ -92,7 +92,7 @@ class Prompts:
         rest, programs = (self.table, self.starts, self.lengths), None if divided else 1
         if hopper:
             assert hopper_serves(self.query, keys, None, (1.0, 1.0))
-            return hopper_extend(self.query, keys, values, *rest, self.scale, programs).float()
+            return hopper_extend(self.query, keys, values, *rest, self.scale, programs=programs).float()
         return extend_triton(self.query, keys, values, *rest, None, self.scale, programs=programs).float()
 
 
@@ -146,7 +146,7 @@ def test_fewer_programs_than_pieces(programs: int) -> None:
     keys, values = prompts.planes
     rest = prompts.table, prompts.starts, prompts.lengths
     for _ in range(2):
-        found = hopper_extend(prompts.query, keys, values, *rest, prompts.scale, programs)
+        found = hopper_extend(prompts.query, keys, values, *rest, prompts.scale, programs=programs)
         torch.testing.assert_close(found.float(), prompts.expected(), atol=TOLERANCE[BF16], rtol=0)
     assert not ended_programs(prompts.query.device).any()
 

@@ -11,6 +11,7 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.converted_attention import converted_attention, converts
 from common.engine.ops.ended_programs import ended_programs
 from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.hopper_attention import hopper_serves, plan_prompts
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.state.pool import KvPool
 from common.named import named
@@ -38,6 +39,8 @@ class PagedAttention:
         self._kv_heads, self._head_dim = (1, 1) if layer is None else pool.key(layer).shape[2:]
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._batch: ForwardBatch | None = None
+        # The last layer that `hopper_extend` served, and its plan.
+        self._prompts: tuple[int, Tensor] | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
         """Set the batch. Raises ValueError if an EXTEND batch lacks host lengths or they do not fit its tensors."""
@@ -53,7 +56,7 @@ class PagedAttention:
                 raise ValueError(
                     f"a request of {max(total)} tokens does not fit {batch.page_table.shape[1]} pages"
                 )
-        self._batch = batch
+        self._batch, self._prompts = batch, None
 
     def store(
         self,
@@ -75,17 +78,41 @@ class PagedAttention:
         """Attend query [T, heads, D] over the pages of a layer, which hold the new tokens."""
         if batch.mode is not ForwardMode.EXTEND or batch.tree_mask is not None:
             raise ValueError("decode steps and trees need StepAttention; this attention serves prompts")
-        return self._extend(query, layer, batch.page_table, batch.query_start, batch.seq_lens)
+        lengths = batch.query_start, batch.seq_lens
+        return self._extend(
+            query, layer, batch.page_table, *lengths, self._prompt_plan(query, layer, *lengths)
+        )
+
+    def _prompt_plan(self, query: Tensor, layer: int, query_start: Tensor, seq_lens: Tensor) -> Tensor | None:
+        """Return the plan of a layer: that of the layer before it, or a new one if a run begins, or none.
+
+        A run is not the same as a batch: a graph is captured after other runs for the same batch, and it has to plan.
+        """
+        keys, window, scales = self.pool.key(layer), self._windows[layer], self.pool.scales(layer)
+        if converts(len(query), keys, window) or not hopper_serves(query, keys, window, scales):
+            return None
+        if self._prompts is None or layer <= self._prompts[0]:
+            plan = plan_prompts(query, keys, query_start, seq_lens)
+        else:
+            plan = self._prompts[1]
+        self._prompts = layer, plan
+        return plan
 
     def _extend(
-        self, query: Tensor, layer: int, page_table: Tensor, query_start: Tensor, seq_lens: Tensor
+        self,
+        query: Tensor,
+        layer: int,
+        page_table: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        plan: Tensor | None = None,
     ) -> Tensor:
         """Run `extend_attention` over the pages of a layer; FP8 pages may be converted first."""
         keys, values, scales = self.pool.key(layer), self.pool.value(layer), self.pool.scales(layer)
         window, given = self._windows[layer], (query, keys, values, page_table, query_start, seq_lens)
         if converts(len(query), keys, window):
             return converted_attention(*given, self._scale, *scales)
-        return extend_attention(*given, window, self._scale, *scales)
+        return extend_attention(*given, window, self._scale, *scales, plan)
 
     def mix(
         self,

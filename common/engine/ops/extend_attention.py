@@ -41,6 +41,7 @@ def extend_reference(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
 
@@ -53,6 +54,7 @@ def extend_reference(
         window: number of keys that a query sees, including its own; None: all before it.
         scale: of scores.
         key_scale, value_scale: what stored keys and values are multiplied by.
+        plan: `plan_prompts` of the batch, which `hopper_extend` reads.
 
     Returns [T, heads, D]; padding rows are zero.
     """
@@ -218,10 +220,11 @@ def extend_cuda(
     scale: float,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    plan: Tensor | None = None,
 ) -> Tensor:
     given = query, key_plane, value_plane, page_table, query_start, seq_lens
     if hopper_serves(query, key_plane, window, (key_scale, value_scale)):
-        return hopper_extend(*given, scale)
+        return hopper_extend(*given, scale, plan)
     return extend_triton(*given, window, scale, key_scale, value_scale)
 
 

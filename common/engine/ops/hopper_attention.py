@@ -15,14 +15,7 @@ from torch import Tensor
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.hopper_warps import attend, copy
 from common.engine.ops.paged_attention import check_extend
-from common.engine.ops.prompt_pieces import (
-    FINER,
-    MAX_PARTS,
-    MIN_PART,
-    divide_prompts,
-    find_piece,
-    most_parts,
-)
+from common.engine.ops.prompt_pieces import FIELDS, MIN_PART, most_parts, plan_pieces
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     cdiv,
@@ -61,24 +54,21 @@ def _await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
         gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon_kernel("num_requests", "num_tokens", "slots", "table_stride", "programs")
+@gluon_kernel("slots", "table_stride", "pieces")
 def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, HEADS, D]
     key_plane,  # [slots, KV_HEADS * D], descriptors of pages
     value_plane,
     table_ptr,  # [B, max_pages]
-    start_ptr,  # [B + 1]
-    lens_ptr,  # [B]
+    plan_ptr,  # [pieces, FIELDS], see `plan_pieces`
     out_ptr,  # [T, HEADS, D]
     part_ptr,  # [most_parts, ROWS, D] float32
     lse_ptr,  # [most_parts, ROWS] float32
     ended_ptr,  # int32, zero before and after: groups that have ended, by the place of a tile's first part, and half
-    num_requests,
-    num_tokens,  # T, padding included
+    pieces,
     slots,  # of the planes, which are converted pages or a pool
     query_stride,
     table_stride,
-    programs,  # that run at the same time
     scale_log2,  # scale * log2(e)
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -86,30 +76,20 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head, padded to a power of two
     BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # more than num_requests
     STAGES: tl.constexpr,
     MIN_PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    FINER: tl.constexpr,
+    FIELDS: tl.constexpr,
     REGISTERS: tl.constexpr,
     COPY_REGISTERS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute pieces of the output, see `prompt_pieces`.
+    """Compute pieces of the output: one each, or several if there are more pieces than programs.
 
-    Programs compute one piece each, or several if there are more pieces than programs. The tokens that follow the last
-    request are padding, whose rows become zero.
+    The tokens that follow the last request are padding, whose rows become zero.
     """
     _await_previous(CHAINED)
     TOKENS: gl.constexpr = 128 // GROUP
     LIVE: gl.constexpr = HEADS // KV_HEADS
-    # Each warp holds all requests, so that sums need no shared memory.
-    index = gl.arange(0, BLOCK_B, gl.BlockedLayout([BLOCK_B // 32], [32], [4], [0]))
-    prompts, count = divide_prompts(
-        index, start_ptr, lens_ptr, num_requests, num_tokens, programs, 0,
-        False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
-    )  # fmt: skip
-
     dtype: gl.constexpr = key_plane.dtype
     COPIES: gl.constexpr = STAGES * (BLOCK_N // PAGE) * (D // 64)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -129,12 +109,16 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
     uncleared = gl.allocate_shared_memory(gl.int64, [1, 1], words)
 
     piece, turn = gl.program_id(0), 1
-    while piece < count:
-        # first the ends of long requests, which cost most
-        request, _start, stop, length, first, kv_head, split, parts, place = find_piece(
-            prompts, count - 1 - piece, start_ptr, lens_ptr, num_requests, num_tokens, 0,
-            False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS,
-        )  # fmt: skip
+    parts = gl.load(plan_ptr + piece * FIELDS)
+    while parts > 0:
+        entry = plan_ptr + piece * FIELDS
+        request, stop, length, first = (
+            gl.load(entry + 1),
+            gl.load(entry + 2),
+            gl.load(entry + 3),
+            gl.load(entry + 4),
+        )
+        kv_head, split, place = gl.load(entry + 5), gl.load(entry + 6), gl.load(entry + 7)
         if length == 0:
             if split == 0:
                 zeros: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -208,6 +192,7 @@ def _hopper_extend_kernel(  # type: ignore[no-untyped-def]
         # The next turn is in reverse order: a program that computed one of the first pieces computes one of the last.
         piece = 2 * turn * gl.num_programs(0) - 1 - piece
         turn += 1
+        parts = gl.load(plan_ptr + piece * FIELDS, mask=piece < pieces, other=0)
 
 
 def hopper_serves(query: Tensor, plane: Tensor, window: int | None, scales: tuple[float, float]) -> bool:
@@ -232,6 +217,17 @@ def hopper_reads(query: Tensor, page: torch.Size, window: int | None) -> bool:
     )
 
 
+def plan_prompts(
+    query: Tensor, key_plane: Tensor, query_start: Tensor, seq_lens: Tensor, programs: int | None = None
+) -> Tensor:
+    """Return the plan of `hopper_extend` for prompts: it is the same for all layers."""
+    count, heads, head_dim = query.shape
+    kv_heads = key_plane.shape[2]
+    tile = ROWS // next_power_of_2(heads // kv_heads)
+    rest = kv_heads, block_keys(head_dim), programs or multiprocessors(query.device)
+    return plan_pieces(query_start, seq_lens, count, tile, *rest)
+
+
 def hopper_extend(
     query: Tensor,
     key_plane: Tensor,
@@ -240,31 +236,34 @@ def hopper_extend(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
+    plan: Tensor | None = None,
     programs: int | None = None,
 ) -> Tensor:
     """Compute `extend_attention` without a window, where `hopper_serves`.
 
     Args:
         scale: of scores, positive.
+        plan: `plan_prompts` of these queries and lengths; None: it is made here.
         programs: that run at the same time; None: one per multiprocessor.
     """
     assert scale > 0.0, "the largest score is searched for before it is scaled"
     count, heads, head_dim = query.shape
     num_pages, page_size, kv_heads, _ = key_plane.shape
-    batch, group = seq_lens.shape[0], next_power_of_2(heads // kv_heads)
     check_extend(query, key_plane, value_plane, page_table, query_start, seq_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if count == 0:
         return out
-    keys, slots = block_keys(head_dim), num_pages * page_size
-    # One request has this many tiles. Several may have more, which the same programs compute one after another.
-    whole = kv_heads * cdiv(count, ROWS // group)
+    slots, group = num_pages * page_size, next_power_of_2(heads // kv_heads)
     programs = programs or multiprocessors(query.device)
+    if plan is None:
+        plan = plan_prompts(query, key_plane, query_start, seq_lens, programs)
     parts = most_parts(programs)
     assert 2 * parts <= MAX_TILES, f"{2 * parts} groups of warps, {MAX_TILES} counts"
     outputs = torch.empty((parts, ROWS, head_dim), dtype=torch.float32, device=query.device)
     lse = outputs.new_empty((parts, ROWS))
-    # With more tiles than programs, parts have programs besides those of tiles. Those without a piece end at once.
+    # One request has this many tiles. Several may have more, which the same programs compute one after another. With
+    # more tiles than programs, parts have programs besides those of tiles. Those without a piece end at once.
+    whole = kv_heads * cdiv(count, ROWS // group)
     launched = programs if whole <= programs else whole + programs
     planes = [
         swizzled_tiles(plane.view(slots, kv_heads * head_dim), page_size, WIDTH)
@@ -274,30 +273,25 @@ def hopper_extend(
         query,
         *planes,
         page_table,
-        query_start,
-        seq_lens,
+        plan,
         out,
         outputs,
         lse,
         ended_programs(query.device),
-        batch,
-        count,
+        len(plan),
         slots,
         query.stride(0),
         page_table.stride(0),
-        programs,
         scale * LOG2_E,
         PAGE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         GROUP=group,
-        BLOCK_N=keys,
-        BLOCK_B=max(next_power_of_2(batch + 1), 128),
+        BLOCK_N=block_keys(head_dim),
         STAGES=STAGES,
         MIN_PART=MIN_PART,
-        MAX_PARTS=MAX_PARTS,
-        FINER=FINER,
+        FIELDS=FIELDS,
         REGISTERS=REGISTERS,
         COPY_REGISTERS=COPY_REGISTERS,
         **chained(query.device),

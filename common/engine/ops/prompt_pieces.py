@@ -3,18 +3,29 @@
 A piece consists of a tile of queries, a KV head and a part of the keys. If all tiles had equally many parts, a forward
 would take as long as a tile of its longest request: a few new tokens after a long history would hold up the others.
 So a tile has about as many parts as its keys are longer than what each program would compute of an equal division.
-Only the device knows the lengths, and each program finds its pieces by itself. Kernels in Triton and in Gluon call
-these functions.
+Only the device knows the lengths. Programs find their pieces by themselves, or read them from a plan.
 """
 
 from __future__ import annotations
 
-from common.engine.ops.triton_kernel import kernel, tl
+import torch
+from torch import Tensor
+
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel,
+    kernel_with_varying,
+    next_power_of_2,
+    tl,
+)
 
 MIN_PART = 512  # keys
 MAX_PARTS = 16  # of a tile, which the last one adds up
 # If parts as long as the share of each program would leave programs idle, there are so many times as many.
 FINER = 2
+FIELDS = 8  # of a piece in a plan, see `plan_pieces`
 
 
 def most_parts(programs: int) -> int:
@@ -105,7 +116,7 @@ def find_piece(  # type: ignore[no-untyped-def]
 ):
     """Find a piece.
 
-    Returns the request, its first token, the end of its tokens, its length, the tile's first token, the KV head, the
+    Return the request, its first token, the end of its tokens, its length, the tile's first token, the KV head, the
     number of the part, how many parts the tile has, and if it has several, the place of the first one in `most_parts`.
     """
     upto, pieces, parts, work, room = prompts
@@ -124,3 +135,89 @@ def find_piece(  # type: ignore[no-untyped-def]
         place = tl.sum(tl.where(earlier & (parts > 1), pieces, 0), axis=0)
     split, kv_head, tile = piece % count, piece // count % KV_HEADS, piece // (count * KV_HEADS)
     return request, start, stop, length, start + tile * TOKENS, kv_head, split, count, place + piece - split
+
+
+@kernel_with_varying("num_requests", "num_tokens", "programs")
+def _plan_pieces_kernel(  # type: ignore[no-untyped-def]
+    start_ptr,  # [B + 1]
+    lens_ptr,  # [B]
+    plan_ptr,  # [pieces, FIELDS]
+    num_requests,
+    num_tokens,
+    programs,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # more than num_requests
+    MIN_PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    FINER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program p writes piece p."""
+    await_previous(CHAINED)
+    prompts, count = divide_prompts(
+        tl.arange(0, BLOCK_B), start_ptr, lens_ptr, num_requests, num_tokens, programs, 0,
+        False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
+    )  # fmt: skip
+    entry = plan_ptr + tl.program_id(0) * FIELDS
+    piece = count - 1 - tl.program_id(0)  # first the ends of long requests, which cost most
+    if piece < 0:
+        tl.store(entry, 0)
+    else:
+        request, _start, stop, length, first, kv_head, split, parts, place = find_piece(
+            prompts, piece, start_ptr, lens_ptr, num_requests, num_tokens, 0,
+            False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS,
+        )  # fmt: skip
+        tl.store(entry, parts)
+        tl.store(entry + 1, request)
+        tl.store(entry + 2, stop)
+        tl.store(entry + 3, length)
+        tl.store(entry + 4, first)
+        tl.store(entry + 5, kv_head)
+        tl.store(entry + 6, split)
+        tl.store(entry + 7, place)
+
+
+def plan_pieces(
+    query_start: Tensor, seq_lens: Tensor, tokens: int, tile: int, kv_heads: int, keys: int, programs: int
+) -> Tensor:
+    """Return the pieces of prompts in the order in which programs compute them.
+
+    Args:
+        query_start: [B + 1] int32, prefix sums of new tokens.
+        seq_lens: [B] int32, including new tokens. 0: the request has no keys.
+        tokens: rows of the batch, including padding after the last request.
+        tile: tokens of a tile.
+        keys: of a block.
+        programs: that run at the same time.
+
+    Returns [pieces, FIELDS] int32: how many parts the tile has (0: there is no such piece), the request, the end of
+    its tokens, its length, the tile's first token, the KV head, the number of the part, and if there are several, the
+    place of the first one in `most_parts`.
+    """
+    batch = len(seq_lens)
+    # Each request, and the padding, may have a tile that is not full.
+    tiles = min(cdiv(tokens, tile) + batch + 1, tokens)
+    pieces = kv_heads * tiles + most_parts(programs)
+    plan = torch.empty((pieces, FIELDS), dtype=torch.int32, device=seq_lens.device)
+    _plan_pieces_kernel[(pieces,)](
+        query_start,
+        seq_lens,
+        plan,
+        batch,
+        tokens,
+        programs,
+        TOKENS=tile,
+        KV_HEADS=kv_heads,
+        BLOCK_N=keys,
+        BLOCK_B=max(next_power_of_2(batch + 1), 128),
+        MIN_PART=MIN_PART,
+        MAX_PARTS=MAX_PARTS,
+        FINER=FINER,
+        FIELDS=FIELDS,
+        num_warps=1,
+        **chained(seq_lens.device),
+    )
+    return plan

@@ -196,3 +196,38 @@ def test_the_counts_of_programs_are_made_before_any_graph(monkeypatch: pytest.Mo
     pool = plain_pool(1, KV_HEADS, DIM, 16, 3, torch.float32, "cpu")
     PagedAttention(pool, (None,))
     assert made == [pool.device]
+
+
+def test_layers_share_the_plan_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph plans by itself, although runs for the same batch precede its capture."""
+    made: list[Tensor] = []
+    used: list[Tensor | None] = []
+
+    def plan(*given: object) -> Tensor:
+        made.append(torch.zeros(1))
+        return made[-1]
+
+    def attend(query: Tensor, *given: object) -> Tensor:
+        used.append(given[-1])  # type: ignore[arg-type]
+        return query
+
+    monkeypatch.setattr(paged, "hopper_serves", lambda query, plane, window, scales: window is None)
+    monkeypatch.setattr(paged, "plan_prompts", plan)
+    monkeypatch.setattr(paged, "extend_attention", attend)
+    attention = PagedAttention(plain_pool(4, KV_HEADS, DIM, 4, 3, torch.float32, "cpu"), [8, None, 8, None])
+    query = torch.zeros(3, HEADS, DIM)
+
+    def run(layers: Sequence[int]) -> list[int | None]:
+        """Return for each layer which of the plans it used."""
+        used.clear()
+        for layer in layers:
+            attention.forward(layer, query, query[:, :KV_HEADS], query[:, :KV_HEADS])
+        known = [id(each) for each in made]
+        return [None if each is None else known.index(id(each)) for each in used]
+
+    attention.plan(_batch())
+    assert run(range(4)) == [None, 0, None, 0]
+    assert run(range(4)) == [None, 1, None, 1]
+    assert run([3, 3]) == [2, 3]
+    attention.plan(_batch())
+    assert run([3]) == [4]
