@@ -22,7 +22,7 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded, ProtocolError
 from common.messages.wire import InboxCodec
-from router.images.fetch import UNREACHABLE, ImageFetcher
+from router.images.fetch import ImageFetcher
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
 
@@ -31,6 +31,7 @@ OPEN_FILES = 256
 AT_ONCE = 32  # images being fetched, each with a thread to look up its host; further requests are refused
 GRACE_SECONDS = 5.0  # added to the timeout of an image before the process counts as hung
 HEAD = 1 << 16  # bytes of a frame besides the image
+FAILED = "the image cannot be fetched now: the process that fetches images"
 PROGRAM = ("-m", "router.images.fetch_process")
 
 
@@ -61,6 +62,10 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
 _settings = msgspec.msgpack.Decoder(FetchSettings)
 _wanted = msgspec.msgpack.Decoder(Wanted)
 _fetched = InboxCodec[Fetched](Fetched, "images")
+
+
+class _ProcessEnded(Overloaded):
+    """The process ended while it fetched the image."""
 
 
 class FetchProcess:
@@ -95,18 +100,14 @@ class FetchProcess:
     async def fetch(self, address: str) -> bytes:
         """Return the bytes of an image.
 
-        Raises InvalidRequest, or Overloaded while too many images are being fetched.
+        Raises InvalidRequest. Raises Overloaded while too many images are being fetched, or if the process fails.
         """
         self._rules.check(address)
-        child = await self._running()
         try:
-            async with asyncio.timeout(self.seconds):
-                fetched = await child.ask(address)
-        except TimeoutError as error:
-            await child.end()
-            raise InvalidRequest(UNREACHABLE) from error
-        except OSError as error:
-            raise InvalidRequest(UNREACHABLE) from error
+            fetched = await self._ask(address)
+        except _ProcessEnded:
+            # Nobody knows which of the images has ended it, if any did: once more.
+            fetched = await self._ask(address)
         if fetched.defect:
             raise RuntimeError(f"the image fetch process failed:\n{fetched.defect}")
         if fetched.problem:
@@ -117,6 +118,18 @@ class FetchProcess:
         async with self._turn:
             if self._child is not None:
                 await self._child.end()
+
+    async def _ask(self, address: str) -> Fetched:
+        """Request one image. Raises Overloaded; _ProcessEnded if the process ends before it answers."""
+        child = await self._running()
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await child.ask(address)
+        except TimeoutError as error:
+            await child.end()
+            raise Overloaded(f"{FAILED} does not answer; try again later") from error
+        except OSError as error:
+            raise _ProcessEnded(f"{FAILED} has ended; try again later") from error
 
     async def _running(self) -> _Child:
         async with self._turn:

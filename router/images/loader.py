@@ -51,7 +51,7 @@ class Inspect(Protocol):
 
 class Fetch(Protocol):
     async def fetch(self, address: str) -> bytes:
-        """Return the image at `address`. Raises InvalidRequest."""
+        """Return the image at `address`. Raises InvalidRequest or Overloaded."""
         ...
 
     async def close(self) -> None: ...

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Never
 
 import pytest
@@ -35,6 +36,14 @@ class Played:
         if what == "never":
             await asyncio.sleep(3600)
         if what == "die":
+            os._exit(3)
+        if what in ("die_once", "die_once_meanwhile"):
+            mark = address.removeprefix("https://images.example").rpartition("/")[0]
+            if os.path.exists(mark):
+                return b"the second time"
+            if what == "die_once_meanwhile":
+                await asyncio.sleep(3600)
+            os.mkdir(mark)
             os._exit(3)
         if what == "refused":
             raise InvalidRequest("the image cannot be fetched: its host answered 404")
@@ -98,10 +107,12 @@ async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
     await none.close()
 
 
-async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetches(
+async def test_a_process_that_dies_twice_floods_or_hangs_costs_only_its_current_fetches(
     played: FetchProcess,
 ) -> None:
-    for end in ("die", "large", "garbled", "hang"):
+    """Their clients may send the images again."""
+    ended, hung = "has ended; try again later$", "does not answer; try again later$"
+    for end, said in (("die", ended), ("large", ended), ("garbled", ended), ("hang", hung)):
         assert await played.fetch(f"{HOST}/"), "a new one"
         child = played.pid
         assert child is not None
@@ -111,9 +122,22 @@ async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetche
             os.kill(child, signal.SIGSTOP)
             played.seconds = 0.1
         for each in (played.fetch(f"{HOST}/{end}"), others):
-            with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+            with pytest.raises(Overloaded, match=said):
                 await each
         assert played.pid is None
+
+
+async def test_a_process_that_dies_once_costs_no_image(played: FetchProcess, tmp_path: Path) -> None:
+    """Neither the one that it died of, nor another that it was fetching, nor one that comes at that moment."""
+    here = f"{HOST}{tmp_path}/mark"
+    other = asyncio.create_task(played.fetch(f"{here}/die_once_meanwhile"))
+    await eventually(lambda: played.under_way)
+    assert await played.fetch(f"{here}/die_once") == b"the second time"
+    assert await other == b"the second time"
+    child = played.pid
+    assert child is not None
+    os.kill(child, signal.SIGKILL)
+    assert await played.fetch(f"{here}/die_once") == b"the second time"
 
 
 async def test_how_many_are_on_their_way_is_bounded(
