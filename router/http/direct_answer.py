@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from multidict import CIMultiDict
@@ -25,8 +25,9 @@ _HEAD = f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\n%sContent-Length: %d\r\nDat
 class ClientConnection(web.RequestHandler):
     """The server's end of a connection, as far as answers depend on it."""
 
-    __slots__ = ("leaving",)
+    __slots__ = ("broken_body", "leaving")
     leaving: bool  # it ends with its next answer: other processes have taken over the port
+    broken_body: StreamReader | None  # a request's body that has ended early, in a malformed chunk
 
 
 class _Direct(web.StreamResponse):

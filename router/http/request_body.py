@@ -8,9 +8,10 @@ from types import TracebackType
 
 from aiohttp import web
 
-from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
+from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMedia
 from router.http.body_memory import BUSY, SMALL_BODY, BodyMemory, Reservation
 from router.http.client import client_key
+from router.http.direct_answer import ClientConnection
 from router.http.media_types import JSON
 from router.process.turns import Turns
 
@@ -116,7 +117,9 @@ class received:
         self._request = request
 
     async def __aenter__(self) -> Received:
-        """Receive the body. Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
+        """Receive the body.
+
+        Raises UnsupportedMedia, InvalidRequest, RequestTooLarge, DeadlineExceeded or Overloaded.
 
         The content type is required because a web page cannot set it for another site without a CORS preflight.
         """
@@ -162,11 +165,19 @@ async def _fill(body: Received, request: web.Request, declared: int | None) -> N
                     await turns.wait()
                 first = False
                 await body.add(piece)
+            _check_complete(request)
             body.completed()
     except TimeoutError:
         if body.waiting or body.revoked:
             raise Overloaded(BUSY) from None
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
+
+
+def _check_complete(request: web.Request) -> None:
+    """Refuse a body that has ended early."""
+    connection = request.protocol
+    if isinstance(connection, ClientConnection) and connection.broken_body is request.content:
+        raise InvalidRequest("the body has a malformed chunk: this is not valid HTTP")
 
 
 def too_large(most: int) -> RequestTooLarge:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from aiohttp import HttpVersion10, hdrs, web
+from aiohttp import HttpVersion10, StreamReader, hdrs, web
 
 from router.http.answer_headers import add_answer_headers
 from router.http.body_memory import BodyMemory
@@ -72,7 +72,7 @@ def leave(runner: web.AppRunner) -> None:
 
 
 class _Protocol(ClientConnection):
-    __slots__ = ("_broken", "_deferred", "_held", "_stopped", "_turns", "_write_timeout", "limit")
+    __slots__ = ("_body", "_broken", "_deferred", "_held", "_stopped", "_turns", "_write_timeout", "limit")
 
     def __init__(
         self,
@@ -86,9 +86,11 @@ class _Protocol(ClientConnection):
         """`turns` spreads received data and closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
         self.leaving = leaving
+        self.broken_body = None
         self.limit = limit
         self._turns = turns
         self._write_timeout = write_timeout
+        self._body: StreamReader | None = None  # of the latest request
         self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
         self._held = False  # the transport does not read because of them
@@ -147,12 +149,32 @@ class _Protocol(ClientConnection):
         if self._broken:
             return
         super().data_received(data)
-        error = getattr(self._messages[-1][0], "exc", None) if self._messages else None
-        if error is not None:
-            self._broken = True
-            # Its traceback holds the frame that holds it, and its message quotes what the client sent: without this,
-            # hundreds of KiB per connection would live until the next full garbage collection.
-            error.__traceback__ = None
+        if not self._messages:
+            return
+        message, body = self._messages[-1]
+        error = getattr(message, "exc", None)
+        if error is None:
+            self._body = body
+            return
+        self._broken = True
+        # Its traceback holds the frame that holds it, and its message quotes what the client sent: without this,
+        # hundreds of KiB per connection would live until the next full garbage collection.
+        error.__traceback__ = None
+        self._end_body()
+
+    def _end_body(self) -> None:
+        """End the body that the parser was reading when it failed: aiohttp would let its reader wait for ever."""
+        body = self._body
+        if body is None or body.is_eof():
+            return
+        if len(self._messages) > 1:
+            # The handler of its request has not begun: the error is the answer.
+            del self._messages[-2]
+        else:
+            self.broken_body = body
+            body.feed_eof()
+            # Its answer is the last one: the error needs none of its own.
+            self.close()
 
     def _parse(self, data: bytes) -> None:
         self._feed(data)
@@ -189,6 +211,8 @@ class _Protocol(ClientConnection):
 
     def _end(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        # It refers to this connection.
+        self._body = self.broken_body = None
         if self.limit is not None:
             self.limit.closed(self)
 
@@ -255,7 +279,10 @@ def _checked(routes: PlainRoutes) -> Callable[[web.BaseRequest], Awaitable[web.S
         if limit is not None:
             limit.busy(protocol)
         try:
-            return await handler(request)
+            response = await handler(request)
+            if protocol.broken_body is not None and not response.prepared:
+                response.force_close()
+            return response
         finally:
             if limit is not None:
                 limit.idle(protocol)

@@ -252,6 +252,53 @@ async def test_a_pause_at_the_last_chunk_that_has_arrived_delays_nothing(cut: bo
     assert answers.endswith(b'{"bytes": 10}')
 
 
+async def test_a_body_that_breaks_off_in_a_malformed_chunk_is_refused_at_once() -> None:
+    """It is not taken for a shorter one, and nothing that follows is answered."""
+    async with serving(size_of_body, 1 << 20) as (app, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(CHUNKED.replace(b"Connection: close\r\n", b"") + b"1\r\nx\r\n")
+        await eventually(lambda: app[memory_key].small == 1)
+        writer.write(b"zz\r\n" + post(10))
+        head, body = (await asyncio.wait_for(reader.read(), PATIENCE)).split(b"\r\n\r\n")
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"\r\nConnection: close" in head
+    assert "malformed chunk" in json.loads(body)["error"]["message"]
+    assert app[memory_key].small == 0
+
+
+async def test_a_malformed_chunk_refuses_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of that request has not begun: it never does. The request before it is answered."""
+    proceed = asyncio.Event()
+    begun: list[int] = []
+    parsed: list[bytes] = []
+    parse = web.RequestHandler.data_received
+
+    def noted(self: web.RequestHandler, data: bytes) -> None:
+        parse(self, data)
+        parsed.append(data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", noted)
+
+    async def handler(request: web.Request) -> web.Response:
+        async with received(request) as memory:
+            begun.append(len(memory.take()))
+            await proceed.wait()
+            return web.json_response({"bytes": begun[-1]})
+
+    async with serving(handler, 1 << 20) as (_, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write((post(3) + CHUNKED).replace(b"Connection: close\r\n", b"") + b"1\r\nx\r\n")
+        await eventually(lambda: begun)
+        writer.write(b"zz\r\n")
+        await eventually(lambda: b"zz\r\n" in parsed)
+        proceed.set()
+        answers = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert begun == [3]
+    assert re.findall(rb"HTTP/1.. (\d+)", answers) == [b"200", b"400"]
+
+
 async def test_an_upload_may_be_revoked_at_the_moment_at_which_its_time_is_over() -> None:
     """The timer of the upload fires first, then others need its memory, and only then the upload continues."""
     loop, now = asyncio.get_running_loop(), [0.0]
