@@ -488,6 +488,7 @@ def adds_up_steps(options: dict[str, Any]) -> bool:
 
 def adds_up_parts(options: dict[str, Any]) -> bool:
     """Return whether the last program of a tile adds up the parts of all."""
+    # The kernel that only plans parts of prompts has no D.
     return bool(options.get("COMBINED")) or {"D", "MIN_PART"} <= options.keys()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.triton_kernel import launches
 
-MAX_TILES = 1 << 16  # how many tiles have a count
+MAX_TILES = 1 << 16  # counts: of tiles, and of parts of prompts
 
 
 def ended_programs(device: torch.device) -> Tensor:

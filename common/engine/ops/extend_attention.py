@@ -17,10 +17,10 @@ from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.hopper_attention import hopper_extend, hopper_serves
 from common.engine.ops.paged_attention import check_extend
 from common.engine.ops.paged_gather import attend, first_visible, gather
-from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
+from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, check_work, most_parts, most_pieces
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
-from common.engine.ops.triton_kernel import LOG2_E, cdiv, chained, multiprocessors, next_power_of_2
+from common.engine.ops.triton_kernel import LOG2_E, chained, multiprocessors, next_power_of_2
 
 # Rows of a tile (query tokens times query heads of a KV head), keys per step, warps, and the tiles per processor from
 # which the shape pays off; measured on an H200.
@@ -166,9 +166,9 @@ def extend_triton(
     assert parts <= MAX_TILES, f"{parts} parts, {MAX_TILES} counts"
     outputs = torch.empty((parts, division.rows, head_dim), dtype=torch.float32, device=query.device)
     lse = outputs.new_empty((parts, division.rows))
-    # Each request, and the padding, may have a tile that is not full.
-    tiles = min(cdiv(count, tokens) + batch + 1, count)
-    extend_kernel[(kv_heads * tiles + parts,)](
+    pieces = most_pieces(count, batch, tokens, kv_heads, programs)
+    check_work(pieces, page_table, page_size, division.keys)
+    extend_kernel[(pieces,)](
         query,
         key_plane,
         value_plane,

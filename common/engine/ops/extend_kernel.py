@@ -147,10 +147,10 @@ def extend_kernel(  # type: ignore[no-untyped-def]
     KEEPS: tl.constexpr,  # leave the rows of requests of length 0, and padding, as they are
     CHAINED: tl.constexpr,
 ):
-    """Each program computes a piece, see `prompt_pieces`: TOKENS new tokens of one request for one KV head with all its
-    query heads, over a part of the keys.
+    """Each program up to the number of pieces computes one, see `prompt_pieces`: TOKENS new tokens of one request for
+    one KV head with all its query heads, over a part of the keys.
 
-    The program of a tile that ends last adds up the parts. The rows of the padding become zero.
+    The program of a tile that ends last adds up the parts. The rows of the padding become zero, unless KEEPS.
     """
     await_previous(CHAINED)
     index = tl.arange(0, BLOCK_B)
@@ -164,7 +164,7 @@ def extend_kernel(  # type: ignore[no-untyped-def]
         index, start_ptr, lens_ptr, num_requests, num_tokens, programs, window,
         WINDOW, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
     )  # fmt: skip
-    piece = count - 1 - tl.program_id(0)  # first the ends of long requests, which cost most
+    piece = count - 1 - tl.program_id(0)  # of each request first the end, which sees most keys
     if piece < 0:
         return
     request, start, stop, length, first, kv_head, split, parts, place = find_piece(

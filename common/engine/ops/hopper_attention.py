@@ -15,7 +15,7 @@ from torch import Tensor
 from common.engine.ops.ended_programs import MAX_TILES, ended_programs
 from common.engine.ops.hopper_warps import attend, copy
 from common.engine.ops.paged_attention import check_extend
-from common.engine.ops.prompt_pieces import FIELDS, MIN_PART, most_parts, plan_pieces
+from common.engine.ops.prompt_pieces import FIELDS, MIN_PART, check_work, most_parts, most_pieces, plan_pieces
 from common.engine.ops.triton_kernel import (
     LOG2_E,
     cdiv,
@@ -257,12 +257,15 @@ def hopper_extend(
     programs = programs or multiprocessors(query.device)
     if plan is None:
         plan = plan_prompts(query, key_plane, query_start, seq_lens, programs)
+    pieces = most_pieces(count, len(seq_lens), ROWS // group, kv_heads, programs)
+    assert plan.shape == (pieces, FIELDS), f"a plan of {len(plan)} pieces for {pieces}"
+    check_work(pieces, page_table, page_size, block_keys(head_dim))
     parts = most_parts(programs)
     assert 2 * parts <= MAX_TILES, f"{2 * parts} groups of warps, {MAX_TILES} counts"
     outputs = torch.empty((parts, ROWS, head_dim), dtype=torch.float32, device=query.device)
     lse = outputs.new_empty((parts, ROWS))
     # One request has this many tiles. Several may have more, which the same programs compute one after another. With
-    # more tiles than programs, parts have programs besides those of tiles. Those without a piece end at once.
+    # more tiles than programs at a time, there are so many programs more for parts. Those without a piece end at once.
     whole = kv_heads * cdiv(count, ROWS // group)
     launched = programs if whole <= programs else whole + programs
     planes = [
@@ -278,7 +281,7 @@ def hopper_extend(
         outputs,
         lse,
         ended_programs(query.device),
-        len(plan),
+        pieces,
         slots,
         query.stride(0),
         page_table.stride(0),

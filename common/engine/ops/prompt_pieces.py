@@ -33,6 +33,26 @@ def most_parts(programs: int) -> int:
     return FINER * programs
 
 
+def most_pieces(tokens: int, requests: int, tile: int, kv_heads: int, programs: int) -> int:
+    """Return an upper bound of the pieces of prompts.
+
+    Args:
+        tokens: rows of the batch, including padding after the last request.
+        tile: tokens of a tile.
+        programs: that run at the same time.
+    """
+    # Each request, and the padding, may have a tile that is not full.
+    return kv_heads * min(cdiv(tokens, tile) + requests + 1, tokens) + most_parts(programs)
+
+
+def check_work(pieces: int, page_table: Tensor, page_size: int, keys: int) -> None:
+    """Assert that the work of so many pieces fits 32 bits; `keys` are those of a block."""
+    most = page_table.shape[1] * page_size
+    assert pieces * (most // keys + 1) < 1 << 31, (
+        f"the work of {pieces} pieces over {most} keys does not fit 32 bits"
+    )
+
+
 @kernel
 def _parts_of(  # type: ignore[no-untyped-def]
     blocks, work, room, MIN_BLOCKS: tl.constexpr, MAX_PARTS: tl.constexpr
@@ -117,7 +137,7 @@ def find_piece(  # type: ignore[no-untyped-def]
     """Find a piece.
 
     Return the request, its first token, the end of its tokens, its length, the tile's first token, the KV head, the
-    number of the part, how many parts the tile has, and if it has several, the place of the first one in `most_parts`.
+    number of the part, how many parts the tile has, and if it has several, the place of the first one among all parts.
     """
     upto, pieces, parts, work, room = prompts
     earlier = upto <= piece  # of requests before
@@ -162,7 +182,7 @@ def _plan_pieces_kernel(  # type: ignore[no-untyped-def]
         False, TOKENS, KV_HEADS, BLOCK_N, MIN_PART // BLOCK_N, MAX_PARTS, FINER,
     )  # fmt: skip
     entry = plan_ptr + tl.program_id(0) * FIELDS
-    piece = count - 1 - tl.program_id(0)  # first the ends of long requests, which cost most
+    piece = count - 1 - tl.program_id(0)  # of each request first the end, which sees most keys
     if piece < 0:
         tl.store(entry, 0)
     else:
@@ -195,12 +215,10 @@ def plan_pieces(
 
     Returns [pieces, FIELDS] int32: how many parts the tile has (0: there is no such piece), the request, the end of
     its tokens, its length, the tile's first token, the KV head, the number of the part, and if there are several, the
-    place of the first one in `most_parts`.
+    place of the first one among all parts.
     """
     batch = len(seq_lens)
-    # Each request, and the padding, may have a tile that is not full.
-    tiles = min(cdiv(tokens, tile) + batch + 1, tokens)
-    pieces = kv_heads * tiles + most_parts(programs)
+    pieces = most_pieces(tokens, batch, tile, kv_heads, programs)
     plan = torch.empty((pieces, FIELDS), dtype=torch.int32, device=seq_lens.device)
     _plan_pieces_kernel[(pieces,)](
         query_start,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.engine.ops import prompt_pieces
-from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, most_parts
+from common.engine.ops.prompt_pieces import FINER, MAX_PARTS, MIN_PART, most_parts, plan_pieces
 
 pytest.importorskip("triton")
 
@@ -123,6 +123,24 @@ def test_each_tile_is_computed_once_and_parts_have_places_of_their_own(
     places = [each.place + each.split for each in pieces if each.parts > 1]
     assert len(set(places)) == len(places)
     assert max(places, default=0) < most_parts(programs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu")
+@pytest.mark.parametrize(
+    "prompts", [[(64, 0)], [(70, 9000), (0, 40), (3, 700), (40, 5000)], [(30, 20_000), (30, 100)]]
+)
+def test_the_kernel_writes_each_piece_and_no_more(prompts: list[tuple[int, int]]) -> None:
+    starts = torch.tensor([0] + [new for new, _ in prompts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor([new + cached for new, cached in prompts], dtype=torch.int32)
+    plan = plan_pieces(starts, lengths, int(starts[-1]) + 5, TOKENS, 2, BLOCK, programs=9)
+    pieces = divide(prompts, 2, 9, padding=5)[::-1]
+    wanted = [
+        (each.parts, each.request, each.stop, each.length, each.first, each.kv_head, each.split, each.place)
+        for each in pieces
+    ]
+    assert [tuple(row) for row in plan[: len(pieces)].tolist()] == wanted
+    assert len(plan) > len(pieces)
+    assert not plan[len(pieces) :, 0].any()
 
 
 @pytest.mark.parametrize(
