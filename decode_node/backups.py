@@ -84,7 +84,7 @@ class Backups:
         return sum(allocated(each, self._pinned) for each in parts)
 
     def save(self, save: Save) -> None:
-        """Start to copy to host memory, which is pinned on a GPU, with no separate limit."""
+        """Start to copy to host memory, which is pinned on a GPU if possible, with no separate limit."""
         self._kept[save.key], completion = self._lane.start(lambda: self._copy(save))
         self._copying[save.key] = _Copying(completion, self._clock())
 

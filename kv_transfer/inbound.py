@@ -160,8 +160,9 @@ class Inbound:
     ) -> None:
         """Take over the record that `message` announces.
 
-        Raises RecordError unless it is complete; cause "checksum" if pages or state differ. With `later`, which counts
-        failures, the device may still be comparing them when this returns, and `check` is set.
+        Raises RecordError unless it is complete; cause "checksum" if pages or state differ, "memory" if there is none
+        to compare them. With `later`, which counts failures, the device may still be comparing them when this returns,
+        and `check` is set.
         """
         self.times = record_times(message.sent_at, now)
         data = endpoint.record(self.record_slot)[: message.length]
@@ -183,7 +184,10 @@ class Inbound:
                 "set the same verify_checksums on both nodes",
             )
         compare = partial(self._compare, expected)
-        started = None if later is None else endpoint.start_digests(side, self.pages, self.state_slot)
+        try:
+            started = None if later is None else endpoint.start_digests(side, self.pages, self.state_slot)
+        except MemoryError as error:
+            raise RecordError("memory", f"room {self.room} cannot be verified: {error}") from error
         if started is not None and later is not None:
             self.check = PageCheck(*started, compare, later)
             return

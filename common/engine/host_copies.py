@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -97,7 +98,19 @@ def _of_torch(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 def copy_on_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory of its own; on a GPU it is readable once the stream reaches this point."""
-    return tensor.clone() if tensor.device.type == "cpu" else on_host(tensor)
+    return memory_for_copy(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
+
+
+def memory_for_copy(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return host memory for a copy from the device, pinned for a GPU unless no memory can be pinned.
+
+    The host waits for a copy to memory that is not pinned: slow, but the node goes on.
+    """
+    if device.type == "cuda":
+        # A GPU that has failed fails again at the copy.
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
 
 
 def on_host(tensor: Tensor) -> Tensor:

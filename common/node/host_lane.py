@@ -88,7 +88,7 @@ class StreamStage:
 
 
 class CopyStream:
-    """Copies on a CUDA stream of their own: steps go on meanwhile. `copy` must copy to pinned memory only."""
+    """Copies on a CUDA stream of their own: steps go on meanwhile, if `copy` copies to pinned memory only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -144,7 +144,7 @@ class _OwnPool:
     def start_digests(
         self, side: Side, pages: Sequence[int], slot: int
     ) -> tuple[Sequence[int], DeviceWork] | None:
-        """Begin to compute the checksums of pages and of a state slot; see `Digests.start`."""
+        """Begin to compute the checksums of pages and of a state slot; see `Digests.start`. Raises MemoryError."""
         return self.digests.start(side, pages, slot)
 
     def state_digest(self, side: Side, slot: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,5 +77,29 @@ def test_a_load_follows_its_save_on_the_device() -> None:
     backups.save(Save(7, 1, tuple(PAGES)))
     backups.load(Load(7, 2, 0, tuple(range(50, 90))))
     assert backups.unsaved() == {7}
+    torch.cuda.synchronize()
+    assert (pool.key(1)[50:90] == 3).all()
+
+
+def test_a_save_needs_no_pinned_memory_where_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    pool = plain_pool(2, 2, 64, 16, 100, torch.bfloat16, device)
+    relay = RelayState.allocate(3, 64, device)
+    backups = Backups([pool], relay, host_lane(device))
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    torch.cuda._sleep(BUSY)
+    pool.key(1)[1:41] = 3
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", unpinned)
+        backups.save(Save(7, 1, tuple(PAGES)))
+    pool.key(1)[1:41] = -1
+    until(lambda: not backups.unsaved())
+    backups.load(Load(7, 2, 0, tuple(range(50, 90))))
     torch.cuda.synchronize()
     assert (pool.key(1)[50:90] == 3).all()

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from common.engine.host_copies import RowCopies, on_device
+from common.engine.host_copies import RowCopies, memory_for_copy, on_device
 from common.kv_cache.plane import Kept, Owner
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 
@@ -89,11 +89,11 @@ class KvPool:
 
         On a GPU they are readable once the stream reaches this point.
         """
-        index, pinned = on_device(pages, self.device), self.device.type == "cuda"
+        index = on_device(pages, self.device)
         copies: list[Tensor] = []
         for group in self._groups:
             shape = (len(group), index.numel(), *group[0].shape[1:])
-            copies.append(torch.empty(shape, dtype=group[0].dtype, pin_memory=pinned))
+            copies.append(memory_for_copy(shape, group[0].dtype, self.device))
             # One plane after the other: the device needs room for the pages of one.
             for target, plane in zip(copies[-1], group, strict=True):
                 target.copy_(plane.index_select(0, index), non_blocking=True)

@@ -81,10 +81,14 @@ class DigestBuffers:
         return len(self._free)
 
     def take(self, pages: int) -> DigestBuffer:
-        """Return a buffer for this number of pages that nothing else uses."""
-        if pages > self._capacity:
-            return DigestBuffer(-(-pages // 4) * 4, self._device)
-        return self._free.pop() if self._free else DigestBuffer(self._capacity, self._device)
+        """Return a buffer for this number of pages that nothing else uses. Raises MemoryError."""
+        if self._free and pages <= self._capacity:
+            return self._free.pop()
+        try:
+            return DigestBuffer(max(self._capacity, -(-pages // 4) * 4), self._device)
+        except RuntimeError as error:
+            # A GPU that has failed fails again at whatever comes next.
+            raise MemoryError(f"no memory for the checksums of {pages} pages: {error}") from error
 
     def give_back(self, buffer: DigestBuffer) -> None:
         """Take back a buffer whose sums were read."""

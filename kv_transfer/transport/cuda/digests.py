@@ -52,7 +52,7 @@ class GpuDigests:
     def start(self, side: Side, pages: Sequence[int], slot: int) -> tuple[LaterDigests, Mark]:
         """Begin to compute checksums; later launches on the current stream wait until they are computed.
 
-        Raises RuntimeError once the GPU has failed.
+        Raises RuntimeError once the GPU has failed, or MemoryError.
         """
         count = len(pages)
         with self._lane.entered():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.host_copies import ALIGNMENT, Array, Packing, on_host, send
+from common.engine.host_copies import ALIGNMENT, Array, Packing, memory_for_copy, on_host, send
 
 DTYPES = (np.int32, np.int64, np.float32, np.uint8)
 
@@ -50,3 +53,18 @@ def test_arrays_that_are_not_contiguous() -> None:
     block = torch.empty(packing.nbytes, dtype=torch.uint8)
     packing.fill(block)
     assert torch.equal(packing.views(block)[0], torch.from_numpy(table.copy()))
+
+
+def test_a_copy_needs_no_pinned_memory_where_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup of a retracted request is then slow; the node does not end."""
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    made = memory_for_copy((2, 3), torch.bfloat16, torch.device("cuda"))
+    assert made.device.type == "cpu"
+    assert (made.shape, made.dtype) == ((2, 3), torch.bfloat16)

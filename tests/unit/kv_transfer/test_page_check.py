@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from common.errors import ChecksumFailed, RecordError
-from kv_transfer.events import Arrived
+import pytest
+import torch
+
+from common.errors import ChecksumFailed, RecordError, TransferFailed
+from kv_transfer.events import Arrived, ReceiverEvent, RoomFailed
 from kv_transfer.page_check import PageCheck
 from tests.unit.kv_transfer.rig import RECORD
 from tests.unit.kv_transfer.test_cuda_ipc import DST, Pair
@@ -14,15 +17,19 @@ from tests.unit.kv_transfer.test_cuda_ipc import DST, Pair
 def arrive(pair: Pair) -> Arrived:
     """Send a room; its record has arrived, and the lane of checksums is held."""
     pair.connect()
-    pair.start(1, [3, 5], [9, 2])
-    checksums = pair.other.lanes[-1]
-    checksums.held = True
-    pair.sender.finish(1, RECORD)
-    pair.sender.poll()
-    pair.pump()
-    (arrived,) = pair.receiver.poll()
+    (arrived,) = receive(pair, 1)
     assert isinstance(arrived, Arrived)
     return arrived
+
+
+def receive(pair: Pair, room: int) -> list[ReceiverEvent]:
+    """Send a room while the lane of checksums is held, and return what the receiver says of it."""
+    pair.start(room, [3, 5], [9, 2])
+    pair.other.lanes[-1].held = True
+    pair.sender.finish(room, RECORD)
+    pair.sender.poll()
+    pair.pump()
+    return pair.receiver.poll()
 
 
 def test_a_room_arrives_before_its_pages_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +75,31 @@ def test_a_gpu_that_fails_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
         check.failure()
     assert pair.receiver.counters.checksum_failures == 0
     pair.other.lanes[-1].fault = ""
+    pair.close()
+
+
+def test_memory_that_is_short_costs_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers that were made in advance are in use: the node does not end for lack of another one."""
+    pair = Pair(monkeypatch, checks_later=True)
+    pair.connect()
+    zeros, short = torch.zeros, True
+
+    def none_left(*args: Any, **kwargs: Any) -> torch.Tensor:
+        # Only buffers name it: on the CPU they need no pinned memory.
+        if short and "pin_memory" in kwargs:
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", none_left)
+    assert isinstance(receive(pair, 1)[0], Arrived)
+    assert isinstance(receive(pair, 2)[0], Arrived)
+    failed = receive(pair, 3)[0]
+    assert isinstance(failed, RoomFailed)
+    assert failed.code == TransferFailed.code
+    assert "out of memory" in failed.reason
+    assert pair.receiver.counters.record_failures == {"memory": 1}
+    short = False
+    assert isinstance(receive(pair, 4)[0], Arrived)
     pair.close()
 
 
