@@ -232,8 +232,8 @@ class EventReader:
             node.replay_host.ask()
         node.answers = False
         node.replay = self._socket(zmq.DEALER)
-        _connect(node.replay, address)
         self._poller.register(node.replay, zmq.POLLIN)
+        _connect(node.replay, address)
         node.replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
 
     def _close_replay(self, node: _Followed) -> None:

@@ -172,6 +172,10 @@ class Spawner:
         except TimeoutError as error:
             self._replace()
             raise OSError("the spawn process did not answer") from error
+        except OSError:
+            # Nobody reports the end of a process that was not asked for.
+            self._children.pop(number, None)
+            raise
         except asyncio.CancelledError:
             child.kill()
             raise

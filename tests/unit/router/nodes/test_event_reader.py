@@ -342,6 +342,30 @@ async def test_a_lack_of_descriptors_delays_it_and_does_not_end_it(
     assert not failing
 
 
+async def test_a_connection_that_fails_at_once_delays_it_and_does_not_end_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect: Any = zmq.Socket.connect
+    failing = [zmq.SUB, zmq.DEALER]
+
+    def fail_once(socket: Any, address: str) -> Any:
+        if socket.type in failing:
+            failing.remove(socket.type)
+            raise zmq.ZMQError(errno.EINVAL)
+        return connect(socket, address)
+
+    monkeypatch.setattr(event_feed, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(event_feed, "MIN_PAUSE", 0.01)
+    monkeypatch.setattr(zmq.Socket, "connect", fail_once)
+    rig.publisher.start()
+    prompt = rig.insert(1)
+    rig.reader.start()
+    async with asyncio.timeout(PATIENCE):
+        while rig.cached(prompt) != PAGE:
+            await asyncio.sleep(0.01)
+    assert not failing
+
+
 async def test_the_thread_of_its_sockets_starts_with_it() -> None:
     """Later there may be no descriptor for the thread, without which libzmq ends the process."""
     fleet = Fleet("cache_events", 0)

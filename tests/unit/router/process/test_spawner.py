@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import os
 import re
 import signal
@@ -110,6 +112,26 @@ async def test_one_that_hangs_is_replaced(spawner: Spawner, monkeypatch: pytest.
     with pytest.raises(OSError, match="did not answer"):
         await started(spawner, ECHO)
     monkeypatch.undo()
+    child, channel = await started(spawner, "pass")
+    channel.close()
+    assert await child.wait() == 0
+
+
+async def test_one_that_cannot_be_asked_for_is_not_kept(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for lack of memory in the kernel: other processes are started later all the same."""
+    await spawner.open()
+
+    def full(*_: Any) -> Never:
+        raise OSError(errno.ENOBUFS, "no buffer space available")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "send_fds", full)
+        with pytest.raises(OSError, match="no buffer space"):
+            await started(spawner, ECHO)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Child)]
     child, channel = await started(spawner, "pass")
     channel.close()
     assert await child.wait() == 0
