@@ -224,6 +224,8 @@ class _Server:
                     continue
                 content, descriptors, _, _ = socket.recv_fds(self._orders, MAX_BYTES, MAX_DESCRIPTORS)
                 if not content:
+                    # A fork may end after this: its signal must not be written to a socket that is closed.
+                    signal.set_wakeup_fd(-1)
                     return None
                 report, log, *passed = descriptors
                 reporting = socket.socket(fileno=report)

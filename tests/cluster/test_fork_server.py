@@ -63,6 +63,23 @@ def test_a_signal_for_a_fork_that_was_reaped_reaches_nobody() -> None:
         assert fork.wait(PATIENCE) == 0
 
 
+def test_a_fork_may_end_while_the_server_ends() -> None:
+    """The server, which takes no more orders then, prints nothing."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near.close()
+    program = (
+        "import signal; from tests.cluster import fork_server; "
+        "fork_server.main(); signal.raise_signal(signal.SIGCHLD)"
+    )
+    command = [sys.executable, "-c", program, str(far.fileno())]
+    with far:
+        server = subprocess.run(
+            command, cwd=ROOT, env=ENV, pass_fds=[far.fileno()], stderr=subprocess.PIPE, timeout=PATIENCE
+        )
+    assert server.returncode == 0
+    assert server.stderr == b""
+
+
 def test_a_fork_does_not_ignore_a_hangup(tmp_path: Path) -> None:
     """Unlike a test process under nohup: the router reloads its files on SIGHUP only if it is not ignored."""
     fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
