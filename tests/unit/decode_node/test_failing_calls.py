@@ -141,6 +141,7 @@ FAILURES: list[tuple[Any, str, Callable[[], object]]] = [
     (LoopbackSender, "attach", NO_DESCRIPTOR),
     (LoopbackSender, "attach", REFUSED),
     (LoopbackReceiver, "admit", REFUSED),
+    (LoopbackReceiver, "start_digests", fail_with(lambda: MemoryError("no memory for the checksums"))),
     (decode_node.peers, "Dealer", fail_with(lambda: zmq.ZMQError(errno.EMFILE))),
     (TinyCompiler, "start", fail_with(lambda: Overloaded("compiling grammars keeps this node busy"))),
 ]
