@@ -117,11 +117,12 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    # The whole conversation is read at each request: nothing that the model has thought is taken out.
+    # The whole conversation is read at each request: nothing that the model has thought is taken out. The first
+    # value is what a refusal advises.
     "context_management": (
-        {},
-        {"edits": []},
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        {"edits": []},
+        {},
     ),
     "output_format": (),
 }

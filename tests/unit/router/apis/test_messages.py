@@ -124,6 +124,16 @@ async def test_context_management_that_removes_nothing_is_taken(rig: Rig, edits:
     assert status == 200, answer
 
 
+async def test_context_management_that_removes_thinking_is_refused(rig: Rig) -> None:
+    """The refusal says how to keep it."""
+    managed = {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]}
+    body = {"max_tokens": 9, "messages": [USER], "context_management": managed}
+    status, answer, _ = await rig.post(PATH, body)
+    assert status == 400
+    remedy = 'send {"edits":[{"type":"clear_thinking_20251015","keep":"all"}]}'
+    assert remedy in answer["error"]["message"]
+
+
 async def test_typed_output(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
