@@ -43,9 +43,11 @@ class ZapHandler:
             self._thread.start()
         # RuntimeError: too many threads. A decode node may make its keys for the first transfer.
         except (zmq.ZMQError, RuntimeError) as error:
+            taken = isinstance(error, zmq.ZMQError)
+            if not taken:
+                self._socket.unbind(ENDPOINT)  # a closed socket gives up its address some time later
             for each in (self._stop, stopped, self._socket):
                 each.close(linger=0)
-            taken = isinstance(error, zmq.ZMQError)
             problem = (
                 "this ZMQ context already has a ZAP handler" if taken else f"keys cannot be checked: {error}"
             )
