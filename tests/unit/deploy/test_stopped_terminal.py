@@ -98,10 +98,10 @@ class Start:
         """Act as the terminal does on Ctrl-Q."""
         termios.tcflow(self._terminal, termios.TCOON)
 
-    def shown(self) -> str:
-        """Return what the terminal has shown since the last call."""
+    def shown(self, until: str = "") -> str:
+        """Return what the terminal has shown since the last call; wait for `until`, which may come a moment later."""
         found = b""
-        while select.select([self._keyboard], [], [], 0)[0]:
+        while select.select([self._keyboard], [], [], 0 if until.encode() in found else PATIENCE)[0]:
             found += os.read(self._keyboard, 1 << 16)
         return found.decode()
 
@@ -142,20 +142,20 @@ def start() -> Iterator[Start]:
 
 def test_bars_come_back_when_the_terminal_goes_on(start: Start) -> None:
     start.tell("importing")
-    assert "importing" in start.shown()
+    assert "importing" in start.shown("importing")
     start.stop_output()
     for _ in range(300):
         start.tell("loading")
     assert not start.shown()
     start.resume_output()
     start.tell("capturing")
-    shown = start.shown()
+    shown = start.shown("capturing")
     assert shown.count("capturing") == 1
     assert "loading" not in shown, "outdated bars need not be shown"
     start.tell("ready")
-    assert "ready" in start.shown()
+    assert "ready" in start.shown("ready")
     start.end()
-    assert start.shown().count("all are ready") == 1
+    assert start.shown("all are ready").count("all are ready") == 1
 
 
 def test_bars_appear_in_a_terminal_that_was_stopped_before(start: Start) -> None:
@@ -163,21 +163,21 @@ def test_bars_appear_in_a_terminal_that_was_stopped_before(start: Start) -> None
     start.tell("importing")
     start.resume_output()
     start.tell("loading")
-    assert "loading" in start.shown()
+    assert "loading" in start.shown("loading")
     start.end()
-    assert "all are ready" in start.shown()
+    assert "all are ready" in start.shown("all are ready")
 
 
 def test_a_line_of_text_is_shown_once_when_the_terminal_goes_on(start: Start) -> None:
     """It is said while the terminal is stopped, and so are others."""
     start.tell("importing")
-    start.shown()
+    start.shown("importing")
     start.stop_output()
     for number in range(3):
         start.tell(f"loading:line {number} of three")
     start.resume_output()
     start.tell("loading:another line")
-    shown = start.shown()
+    shown = start.shown("another line")
     assert [shown.count(f"line {number} of three") for number in range(3)] == [1, 1, 1]
     assert shown.count("another line") == 1
 
@@ -192,7 +192,8 @@ def test_the_address_is_shown_when_the_terminal_goes_on_after_the_start(tmp_path
         assert not start.shown()
         start.resume_output()
         start.tell("a turn")
-        assert start.shown().count("m answers at http://127.0.0.1:1/v1") == 1
+        address = "m answers at http://127.0.0.1:1/v1"
+        assert start.shown(address).count(address) == 1
 
 
 def test_a_supervisor_lets_the_rest_be_shown_between_two_checks(directory: Path) -> None:
