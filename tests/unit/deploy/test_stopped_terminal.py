@@ -44,7 +44,8 @@ with cli.StartView() as view:
 cli.say("all are ready")
 """
 
-# deploy/up with a supervisor that has nothing to do; each line of its input is a turn of its watch.
+# deploy/up with a supervisor that has nothing to do. It starts with the second line of its input, so that the terminal
+# can be stopped before the address is printed; each further line is a turn of its watch.
 SUPERVISOR = """
 import os
 import sys
@@ -58,8 +59,9 @@ class Idle:
         pass
 
     def start(self, show, report):
-        sys.stdin.readline()
-        os.write(1, b"\\n")
+        for _ in range(2):
+            sys.stdin.readline()
+            os.write(1, b"\\n")
 
     def watch(self, report, meanwhile):
         for line in sys.stdin:
@@ -187,7 +189,7 @@ def test_the_address_is_shown_when_the_terminal_goes_on_after_the_start(tmp_path
     (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\nprocess: {{run_dir: {tmp_path}/r}}\n")
     with started(SUPERVISOR, str(tmp_path / "c.yaml")) as start:
         start.stop_output()
-        start.tell("a turn")
+        start.tell("started")
         start.tell("a turn")
         assert not start.shown()
         start.resume_output()
