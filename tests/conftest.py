@@ -1,4 +1,4 @@
-"""For all tests: Triton's interpreter where there is no GPU, and the same hypothesis examples in every run.
+"""For all tests: Triton's interpreter where there is no GPU, and the same examples and random numbers in every run.
 
 The garbage collector leaves out what is made while tests are collected, and what a file of tests leaves to later ones.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import zlib
 from collections.abc import Generator
 
 import pytest
@@ -20,9 +21,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared, so set first
 
 # CI must give the same verdict every time, so examples are fixed; TANDEM_EXPLORE=1 looks for new counterexamples.
+EXPLORE = "TANDEM_EXPLORE" in os.environ
 settings.register_profile(
     "tandem",
-    derandomize="TANDEM_EXPLORE" not in os.environ,
+    derandomize=not EXPLORE,
     deadline=None,  # no outcome may depend on how fast the machine is
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -58,6 +60,23 @@ def pytest_runtest_teardown(
         gc.collect()
         gc.freeze()
     return result
+
+
+def seed(name: str) -> None:
+    """Let torch's random numbers depend on the name of what draws them, and not on the tests that ran before it."""
+    if EXPLORE:
+        torch.seed()
+    else:
+        torch.manual_seed(zlib.crc32(name.encode()))
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    seed(f"{request.node.nodeid} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.nodeid)
 
 
 def pytest_collection_finish() -> None:
