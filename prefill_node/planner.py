@@ -14,7 +14,7 @@ from common.node.hidden_states import StateRows
 from prefill_node.parts import Scheduling
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk, chunk_work, plan_chunks
+from prefill_node.scheduler import Chunk, chunk_work, fewest_keys_first, plan_chunks
 from prefill_node.step_plan import FirstDraw, PlannedChunk, PromptPlan
 from prefill_node.step_result import Drawn, Launched
 from prefill_node.step_rules import PromptRules
@@ -119,7 +119,8 @@ class Planner:
         times, arrivals = self._times, self._queues.arrivals if self._times.learns else None
         most = self._max_forward_tokens()
         curve = times.curve if most is None else times.curve.up_to(most)
-        chunks = plan_chunks(computing, now, curve, limits.max_batch, limits.grid, arrivals, waiting)
+        chosen = plan_chunks(computing, now, curve, limits.max_batch, limits.grid, arrivals, waiting)
+        chunks = fewest_keys_first(chosen)
         stores = tuple(self._tier.planned())
         if not chunks and not self._forget and not stores:
             return None

@@ -75,6 +75,15 @@ def _rank(request: PrefillRequest, now: float, most_urgent: int) -> tuple[bool, 
     return True, promoted(request.priority, now - request.queued, most_urgent), cost(request, now)
 
 
+def fewest_keys_first(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return the chunks of a forward by the keys that each of their tokens sees on average.
+
+    Attention begins with the tokens of the last chunk, and whatever takes longest must begin first: begun last, it
+    would end after all others (longest processing time first; Graham, 1969).
+    """
+    return sorted(chunks, key=lambda chunk: chunk.start + chunk.length // 2)
+
+
 def plan_chunks(
     computing: Iterable[PrefillRequest],
     now: float,

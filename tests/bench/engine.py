@@ -67,7 +67,7 @@ from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import Chunk
+from prefill_node.scheduler import Chunk, fewest_keys_first
 from prefill_node.step import PrefillStep
 from prefill_node.step_rules import PromptRules
 from prefill_node.vision import PromptEmbeds, TextEmbeds
@@ -221,7 +221,7 @@ class PrefillSteps:
         for _ in range(repeats + WARM_UP):
             chunks = [self._chunk(0, self._cached, tokens, images())]
             if self._beside:
-                chunks.append(self._chunk(1, 0, self._beside))
+                chunks = fewest_keys_first([*chunks, self._chunk(1, 0, self._beside)])
             started = time.perf_counter()
             with clock.launching():
                 launched = self._step.launch(prompt_plan(chunks, PAGE, PromptRules(), 1))

@@ -131,12 +131,12 @@ def test_results_go_to_the_prompts_that_ended() -> None:
     short, long = rig.request(1, 5), rig.request(2, 19)
     plan = rig.turn()
     assert plan is not None
-    assert [(each.key, each.end) for each in plan.chunks] == [(1, 5), (2, 3)]
+    assert [(each.key, each.end) for each in plan.chunks] == [(2, 3), (1, 5)]
     assert (short.in_flight, long.in_flight, long.scheduled, long.computed) == (1, 1, 3, 0)
     later = rig.turn()
     assert later is not None
     drawn = Drawn(OutputToken(8))
-    assert rig.read(drawn) == [(1, drawn), (2, None)]
+    assert rig.read(drawn) == [(2, None), (1, drawn)]
     assert (long.in_flight, long.computed, long.computed_by) == (1, 3, plan.generation)
     assert rig.read() == [(2, None)]
     assert (long.in_flight, long.computed, long.computed_by) == (0, 11, later.generation)

@@ -20,6 +20,7 @@ from prefill_node.scheduler import (
     Chunk,
     chunk_work,
     cost,
+    fewest_keys_first,
     in_order,
     plan_chunks,
 )
@@ -77,6 +78,17 @@ def test_padding_is_filled_with_the_next_prompt() -> None:
     assert plan([request(1, 12), request(2, 16)], sized) == [(1, 0, 12, True)], "16 tokens gain nothing by 12"
     chunks = plan_chunks([request(1, 12), request(2, 20)], 0.0, sized, 99, grid=8)
     assert [chunk.length for chunk in chunks] == [12], "cut at no multiple of the grid"
+
+
+def test_attention_begins_with_the_tokens_that_see_most_keys() -> None:
+    """It computes the last chunk first."""
+    cached, fresh, cut = (
+        Chunk(request(1, 30_000), 29_936, 64),
+        Chunk(request(2, 4000), 0, 4000),
+        Chunk(request(3, 9), 0, 8),
+    )
+    for chunks in itertools.permutations((cached, fresh, cut)):
+        assert fewest_keys_first(chunks) == [cut, fresh, cached]
 
 
 def test_prompts_that_are_not_admitted_count_among_those_that_wait() -> None:
