@@ -186,20 +186,25 @@ class _Child:
 
 
 async def _start(spawner: Spawner, program: tuple[str, ...], settings: FetchSettings) -> _Child:
-    """Start a process and wait until it is ready. Raises RuntimeError, for the log, if it is not."""
-    process: Child | None = None
+    """Start a process and wait until it is ready.
+
+    Raises Overloaded if it cannot be started, as for lack of memory, and RuntimeError, for the log, if it is not ready.
+    """
+    try:
+        process, ours = await spawner.start(program)
+    except OSError as error:
+        raise Overloaded(f"{FAILED} cannot be started: {error}; try again later") from error
     async with contextlib.AsyncExitStack() as undo:
+        undo.callback(ours.close)
+        undo.push_async_callback(_end, process)
         try:
-            process, ours = await spawner.start(program)
-            undo.callback(ours.close)
-            undo.push_async_callback(_end, process)
             reader, writer = await asyncio.open_connection(sock=ours)
             undo.callback(writer.close)
             writer.write(framed(settings))
             async with asyncio.timeout(START_SECONDS):
                 await read_frame(reader, HEAD)
         except (OSError, EOFError, TimeoutError, ProtocolError) as error:
-            reason = str(error) if process is None else await process.failure(error)
+            reason = await process.failure(error)
             raise RuntimeError(f"cannot start the image fetch process: {reason}") from error
         undo.pop_all()
     return _Child(process, reader, writer, settings.max_bytes + HEAD)

@@ -160,16 +160,20 @@ class ImageInspector:
             await self._end()
 
     async def _running(self) -> InspectorProcess:
-        """Return a process that is ready for an image. Raises RuntimeError, for the log, if none can be started."""
+        """Return a process that is ready for an image.
+
+        Raises Overloaded if none can be started, as for lack of memory, and RuntimeError, for the log, if it is not
+        ready.
+        """
         if self._process is None or self._process.child.returncode is not None:
             await self._end()
+            self._process = await self._start()
             try:
-                self._process = await self._start()
                 async with asyncio.timeout(START_SECONDS):
                     await self._process.verdict()
             except (OSError, EOFError, TimeoutError, ProtocolError) as error:
                 process, self._process = self._process, None
-                reason = str(error) if process is None else await process.failure(error)
+                reason = await process.failure(error)
                 raise RuntimeError(f"cannot start the image inspection process: {reason}") from error
             except BaseException:
                 # Cancelled: its initial verdict must not be taken for that on an image.
@@ -178,13 +182,18 @@ class ImageInspector:
         return self._process
 
     async def _start(self) -> InspectorProcess:
-        """Start a process. Raises OSError or InternalError."""
-        child, ours = await self._spawner.start(PROGRAM, answers=True)
+        """Start a process. Raises Overloaded."""
         try:
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
+            child, ours = await self._spawner.start(PROGRAM, answers=True)
+            try:
+                reader, writer = await asyncio.open_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+        except OSError as error:
+            raise Overloaded(
+                f"the image cannot be checked now: its decoder cannot be started: {error}; try again later"
+            ) from error
         return InspectorProcess(child, reader, writer)
 
     async def _end(self) -> int:

@@ -102,12 +102,20 @@ class _Processes:
     def start(self, asked: Start, channel: int) -> None:
         try:
             process, output = _run(asked, channel)
-        except (OSError, ValueError) as error:
-            self._router.send(_encode(Started(asked.number, problem=str(error))))
+        except (OSError, ValueError, RuntimeError) as error:
+            # The text of an OSError quotes the path of the program.
+            reason = getattr(error, "strerror", None) or str(error)
+            self._router.send(_encode(Started(asked.number, problem=reason)))
             return
         self._running[asked.number] = process
         self._router.send(_encode(Started(asked.number, process.pid)))
-        threading.Thread(target=self._await_end, args=(asked.number, process, output), daemon=True).start()
+        waiting = threading.Thread(target=self._await_end, args=(asked.number, process, output), daemon=True)
+        try:
+            waiting.start()
+        except RuntimeError:
+            # There may be no more threads, so nobody would report its end.
+            process.kill()
+            self._await_end(asked.number, process, output)
 
     def kill(self, number: int) -> None:
         process = self._running.get(number)
@@ -121,8 +129,14 @@ class _Processes:
 
 
 def _run(asked: Start, channel: int) -> tuple[subprocess.Popen[bytes], _Output]:
-    """Start a process. Raises OSError or ValueError."""
+    """Start a process. Raises OSError or ValueError, or RuntimeError if no thread can be started."""
     pipe, end = os.pipe()
+    try:
+        output = _Output(pipe, asked.discard_output)
+    except BaseException:
+        os.close(pipe)
+        os.close(end)
+        raise
     try:
         process = subprocess.Popen(
             [sys.executable, *asked.arguments],
@@ -131,12 +145,10 @@ def _run(asked: Start, channel: int) -> tuple[subprocess.Popen[bytes], _Output]:
             stderr=end,
             env=os.environ | ONE_THREAD | asked.environment,
         )
-    except BaseException:
-        os.close(pipe)
-        raise
     finally:
+        # If no process holds it either, the output ends.
         os.close(end)
-    return process, _Output(pipe, asked.discard_output)
+    return process, output
 
 
 def serve(router: socket.socket) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from common.errors import InternalError
 from router.process.child_process import START_BYTES, START_SECONDS
 from router.process.spawn_process import Ended, Kill, Start, Started
 
@@ -112,10 +111,11 @@ class Spawner:
         return None if self._process is None else self._process.pid
 
     async def open(self) -> None:
-        """Start the spawn process unless it runs. Raises InternalError."""
+        """Start the spawn process unless it runs. Raises OSError."""
         async with self._turn:
             if self._socket is not None:
                 return
+            ours: socket.socket | None = None
             try:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with theirs:
@@ -123,7 +123,10 @@ class Spawner:
                         sys.executable, *self._program, stdin=theirs.fileno()
                     )
             except OSError as error:
-                raise InternalError(f"the spawn process cannot be started: {error}") from error
+                if ours is not None:
+                    ours.close()
+                reason = error.strerror or error
+                raise OSError(f"the spawn process cannot be started: {reason}") from error
             ours.setblocking(False)
             self._socket = ours
             asyncio.get_running_loop().add_reader(ours, self._read)
@@ -137,7 +140,7 @@ class Spawner:
     ) -> tuple[Child, socket.socket]:
         """Run Python with these arguments and a socket as standard input. Return the process and the other end.
 
-        Raises OSError, also if no descriptor is left, or InternalError.
+        Raises OSError, also if no descriptor is left.
 
         Args:
             environment: variables in addition to those of this process.

@@ -177,11 +177,35 @@ async def test_no_process_starts_without_descriptors(
             raise OSError(errno.EMFILE, "too many open files")
 
         patched.setattr(socket, "socketpair", no_pair)
+        with pytest.raises(Overloaded, match="fetches images cannot be started: .*too many open files; try"):
+            await played.fetch(f"{HOST}/")
+    assert await played.fetch(f"{HOST}/")
+
+
+async def test_no_process_starts_without_memory_for_a_fork(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the one that starts others can be forked, nor does that one get one of its own."""
+    refused = "raise BlockingIOError(11, 'no more processes', sys.executable)"
+    program = f"import subprocess, sys\ndef fork(*a, **k): {refused}\nsubprocess.Popen = fork\n"
+    full = Spawner(("-c", program + "from router.process.spawn_process import main\nmain()"))
+    fetcher = FetchProcess(full, ["images.example"], 1_000, PATIENCE)
+    with pytest.raises(Overloaded, match="images cannot be started: no more processes; try again later$"):
+        await fetcher.fetch(f"{HOST}/a.png")
+    await full.close()
+
+    async def no_fork(*_: object, **__: object) -> Never:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    played = FetchProcess(spawner, ["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "create_subprocess_exec", no_fork)
         with pytest.raises(
-            RuntimeError, match=r"cannot start the image fetch process: .*too many open files"
+            Overloaded, match="started: the spawn process cannot be started: no more processes;"
         ):
             await played.fetch(f"{HOST}/")
     assert await played.fetch(f"{HOST}/")
+    await played.close()
 
 
 async def test_a_process_that_does_not_start_is_an_error_of_ours(spawner: Spawner) -> None:

@@ -314,12 +314,13 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
     await inspector.close()
 
 
-async def test_a_decoder_that_does_not_start_is_an_error_of_ours(
+async def test_a_decoder_that_does_not_start_refuses_no_image_for_good(
     spawner: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If it cannot be started, as for lack of memory, clients may try again. If it fails, that is an error of ours."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
-    with pytest.raises(RuntimeError, match="cannot start the image"):
+    with pytest.raises(Overloaded, match="its decoder cannot be started: .*; try again later"):
         await inspector.check(file(), None)
     monkeypatch.undo()
     monkeypatch.setattr(image_inspector, "PROGRAM", ("-c", "import sys; print(1); sys.exit('no memory')"))

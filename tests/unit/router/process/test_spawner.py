@@ -137,6 +137,47 @@ async def test_one_that_cannot_be_asked_for_is_not_kept(
     assert await child.wait() == 0
 
 
+FEW_THREADS = """
+import itertools, threading
+from router.process import spawn_process
+
+start, numbers = threading.Thread.start, itertools.count(1)
+
+def limited(thread):
+    if next(numbers) == {missing}:
+        raise RuntimeError("no more threads")
+    start(thread)
+
+threading.Thread.start = limited
+spawn_process.main()
+"""
+
+
+@pytest.mark.parametrize("missing", [3, 4], ids=["reads_its_output", "waits_for_its_end"])
+async def test_one_for_which_a_thread_is_missing_ends_no_other(missing: int) -> None:
+    """A process takes two threads, which the host may refuse: then that process does not run."""
+    spawner = Spawner(("-c", FEW_THREADS.format(missing=missing)))
+    first, channel = await started(spawner, ECHO)
+    with channel:
+        pid = spawner.pid
+        second = started(spawner, "import time; time.sleep(3600)")
+        if missing == 3:
+            with pytest.raises(OSError, match="^no more threads$"):
+                await second
+        else:
+            child, unused = await second
+            unused.close()
+            assert await child.wait() == -signal.SIGKILL
+        third, unused = await started(spawner, "pass")
+        unused.close()
+        assert await third.wait() == 0
+        channel.sendall(b"hello")
+        assert await asyncio.to_thread(channel.recv, 99) == b"hello"
+        assert await first.wait() == 0
+        assert spawner.pid == pid
+    await spawner.close()
+
+
 async def test_it_ends_with_the_router() -> None:
     spawner = Spawner()
     child, channel = await started(spawner, "import socket; socket.socket(fileno=0).recv(1)")
