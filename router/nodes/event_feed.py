@@ -3,7 +3,7 @@
 A feed begins with a request for a snapshot, which holds everything up to the number of the latest batch; events that
 arrive meanwhile wait. After a gap in the numbers, the missing batches are requested. If the node cannot repeat them,
 the feed begins again with a snapshot. Publishers without snapshots answer that request with nothing; then the batches
-that they can repeat have to suffice.
+that they can repeat without a gap have to suffice.
 
 (start) ─> snapshot asked ─> following ──gap──> repetition asked ──complete──> following
                └──nothing──> repetition from 0 asked ─> following  └──incomplete──> snapshot asked
@@ -149,6 +149,9 @@ class EventFeed:
         self._held_size += size
 
     def _take(self, number: int, batch: Batch) -> None:
+        if number != self._expected:
+            # A batch that is missing for good may have removed what is known so far.
+            self._forget()
         self._expected = number + 1
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):

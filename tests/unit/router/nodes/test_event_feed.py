@@ -94,7 +94,20 @@ def test_a_publisher_that_has_said_nothing_or_has_no_snapshots_repeats_what_it_c
         each.feed.answered(number, batch(stored(number)))
     each.feed.ended()
     assert each.feed.following
-    assert each.known == {3, 4, 7, 9}, "older batches and some others are gone for good"
+    assert each.known == {9}, "what precedes a batch that is gone for good may have been removed in it"
+
+
+def test_what_a_publisher_without_snapshots_repeats_without_a_gap_is_kept() -> None:
+    each = Following()
+    assert each.feed.question() == SNAPSHOT
+    each.feed.heard(7, batch(stored(7)))
+    each.feed.ended()
+    assert each.feed.question() == 0
+    for number in (2, 4, 5, 6):
+        each.feed.answered(number, batch(stored(number)))
+    each.feed.ended()
+    assert each.feed.following
+    assert each.known == {4, 5, 6, 7}
 
 
 def test_missing_batches_are_asked_for() -> None:
@@ -235,6 +248,33 @@ def test_however_much_is_lost_a_feed_agrees_with_its_publisher_in_the_end() -> N
             answer(each, said, present, kept)
         assert each.feed.following
         assert each.known == present
+
+
+def test_no_block_stays_that_a_publisher_without_snapshots_has_removed_unheard() -> None:
+    """Also if some of what it repeats is lost: then fewer blocks are known than there are, but no others."""
+    rng, known = Random(2), 0
+    for _ in range(200):
+        each, said, present = Following(), list[Batch](), set[int]()
+        for number in range(30):
+            block = rng.randrange(10)
+            event: Event = removed(block) if block in present else stored(block)
+            present ^= {block}
+            said.append(batch(event))
+            if rng.random() < 0.8:
+                each.feed.heard(number, said[-1])
+            each.clock.now += MAX_PAUSE
+            if (start := each.feed.question()) is not None:
+                for repeated in range(start, len(said)):
+                    if rng.random() < 0.9:
+                        each.feed.answered(repeated, said[repeated])
+                each.feed.ended()
+        present.add(99)
+        said.append(batch(stored(99)))
+        each.feed.heard(30, said[-1])
+        if each.feed.following:
+            assert each.known <= present
+            known += len(each.known)
+    assert known > 200, "some are known"
 
 
 def answer(each: Following, said: list[Batch], present: set[int], kept: int) -> None:
