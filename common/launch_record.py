@@ -23,10 +23,13 @@ class LaunchRecord(Entry, frozen=True, kw_only=True):
     """A process without a supervisor."""
 
     drain_timeout: float = 30.0  # seconds: health.drain_timeout at its start
+    admin_socket: str = ""  # of a router; "" also in a record of an earlier version
 
 
 @contextlib.contextmanager
-def launch_record(run_dir: Path, name: str, drain_timeout: float) -> Iterator[None]:
+def launch_record(
+    run_dir: Path, name: str, drain_timeout: float, admin_socket: Path | None = None
+) -> Iterator[None]:
     """Keep the record of this process. One that cannot be written is left out: a cluster runs on a full disk, too."""
     record = run_dir / FOLDER / f"{name}.{os.getpid()}.json"
     partial = record.with_suffix(".part")
@@ -37,7 +40,8 @@ def launch_record(run_dir: Path, name: str, drain_timeout: float) -> Iterator[No
             if process is None or not process.alive:
                 old.unlink()
         own = entry(os.getpid())
-        new = LaunchRecord(pid=own.pid, started=own.started, drain_timeout=drain_timeout)
+        admin = "" if admin_socket is None else str(admin_socket)
+        new = LaunchRecord(pid=own.pid, started=own.started, drain_timeout=drain_timeout, admin_socket=admin)
         partial.write_bytes(msgspec.json.encode(new))
         partial.replace(record)
     # A write that failed has left it.

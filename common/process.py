@@ -100,8 +100,12 @@ def run_process(
     overrides: list[str] | None,
     status_fd: int | None,
     body: Callable[[Resolved, StartupReporter, Log], Any],
+    admin_socket: Callable[[Resolved], Path] | None = None,
 ) -> None:
-    """Load the cluster file, run `body`, report the outcome to the process that started this one, and exit."""
+    """Load the cluster file, run `body`, report the outcome to the process that started this one, and exit.
+
+    `admin_socket`: of a router, by which `deploy/status` and others ask it.
+    """
     never_wait_for_readers()
     logs.configure(name, "info")
     log = Log(name)
@@ -115,7 +119,7 @@ def run_process(
             # The supervisor opened the log file if it passed a descriptor; otherwise the file belongs to the caller.
             max_bytes = None if status_fd is None else process.log_max_mib << 20
             logs.configure(name, process.log_level, max_bytes)
-            with _recorded(resolved, name) if status_fd is None else contextlib.nullcontext():
+            with _recorded(resolved, name, admin_socket) if status_fd is None else contextlib.nullcontext():
                 body(resolved, reporter, log)
             log.info("drained")
     except (ConfigError, ModelError) as error:
@@ -130,10 +134,13 @@ def run_process(
         sys.exit(EXIT_RANK_FAILED)
 
 
-def _recorded(resolved: Resolved, name: str) -> contextlib.AbstractContextManager[None]:
+def _recorded(
+    resolved: Resolved, name: str, admin_socket: Callable[[Resolved], Path] | None
+) -> contextlib.AbstractContextManager[None]:
     """Let `deploy/down` find this process, which no supervisor holds. Not every process needs a run directory."""
     try:
-        return launch_record(run_directory(resolved), name, resolved.cluster.health.drain_timeout)
+        admin = None if admin_socket is None else admin_socket(resolved)
+        return launch_record(run_directory(resolved), name, resolved.cluster.health.drain_timeout, admin)
     except ConfigError:
         return contextlib.nullcontext()
 

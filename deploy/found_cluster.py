@@ -97,8 +97,8 @@ def _recorded(file: Path, overrides: Sequence[str], problem: str) -> FoundCluste
         if other_cluster(table, file, overrides) or not (table or processes):
             continue
         names = (*(table.processes if table else ()), *(name for name, _ in processes))
-        recorded = table.admin_socket if table else ""
-        admin = Path(recorded) if recorded else run_dir / f"{ADMIN}.sock"
+        recorded = (table.admin_socket if table else "", *(each.admin_socket for _, each in processes))
+        admin = next((Path(socket) for socket in recorded if socket), run_dir / f"{ADMIN}.sock")
         return FoundCluster(
             file=file,
             run_dir=run_dir,

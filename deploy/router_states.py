@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from common.config import Resolved
-from common.config.admin_listener import admin_listeners
+from common.config.admin_listener import admin_socket
 from common.config.router_processes import names_of, names_router
 from common.config.run_directory import own_socket_in, run_directory
 from deploy.admin_client import ask
@@ -25,7 +25,7 @@ def sockets_of(resolved: Resolved) -> tuple[Path, ...]:
     run_dir = run_directory(resolved)
     # Those of other hosts do not exist on this one.
     own = (own_socket_in(run_dir, name) for name in names_of(resolved.cluster))
-    return (admin_listeners(resolved, to_write=False).socket, *own)
+    return (admin_socket(resolved), *own)
 
 
 def server_info(sockets: Iterable[Path]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import typer
 import uvloop
 
 from common.config import Resolved
+from common.config.admin_listener import admin_socket
 from common.config.router_processes import RouterProcess, router_name, router_process
 from common.huge_pages import use_huge_pages
 from common.observability.failed_threads import log_failed_threads
@@ -87,7 +88,7 @@ def main(
         with log_failed_threads(log):
             uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log))
 
-    run_process(router_name(process), cluster, set_, status_fd, body)
+    run_process(router_name(process), cluster, set_, status_fd, body, admin_socket)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ class AdminListeners:
     address: tuple[str, int] | None  # host and port of plain HTTP, for keys with the scope admin
 
 
+def admin_socket(resolved: Resolved) -> Path:
+    """Return the Unix socket at which the routers of this host answer operators. Raises ConfigError."""
+    return admin_listeners(resolved, to_write=False).socket
+
+
 def admin_listeners(resolved: Resolved, to_write: bool = True) -> AdminListeners:
     """Return the listeners. `to_write` says whether the caller writes to the run directory.
 

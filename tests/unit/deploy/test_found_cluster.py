@@ -278,6 +278,49 @@ def test_the_table_that_a_supervisor_writes_again_is_awaited(
     assert f"{directory}/run was removed while the cluster ran" in said(result)
 
 
+ROUTER = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+sys.path.insert(0, sys.argv[1])
+from router import __main__ as entry
+
+async def nothing():
+    print(1, flush=True)
+
+http = SimpleNamespace(reload=lambda: None)
+app = SimpleNamespace(start=nothing, finish_requests=nothing, close=nothing, http=http, generating=False)
+entry.build = lambda *_: app
+entry.main(Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("admin", ["auto", "unix:own.sock"])
+async def test_a_router_of_the_launch_scripts_is_asked_although_its_file_was_broken(
+    directory: Path, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_cli, "REFRESH_SECONDS", 0.0)
+    file = directory / "c.yaml"
+    file.write_text(file.read_text() + f"router: {{admin: '{admin}'}}\n")
+    command = [sys.executable, "-c", ROUTER, str(ROOT), str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert await asyncio.to_thread(child.stdout.readline) == b"1\n"
+        socket = admin_listeners(load_cluster(file)).socket
+        file.write_text(file.read_text() + "rooter: {}\n")
+        top = typer.Typer()
+        top.command()(top_cli.run)
+        async with answering(socket):
+            status = await asyncio.to_thread(run, "status", file)
+            shown = await asyncio.to_thread(RUNNER.invoke, top, [str(file)])
+            (sample,) = (await Routers(str(file), None).read()).values()
+        down = await asyncio.to_thread(run, "down", file)
+    assert status.exit_code == 0, status.stdout
+    assert "tiny: ready" in shown.stdout
+    assert sample.info["ready"]
+    assert down.exit_code == 0, said(down)
+
+
 DRAINS = """
 import signal, sys, time
 sys.path.insert(0, sys.argv[1])
