@@ -51,8 +51,9 @@ class PromptAttention(PagedAttention):
         kv_heads, head_dim = self._kv_heads, self._head_dim
         sizes = heads, kv_heads, head_dim
         # From MIN_BATCH_TOKENS + 1 on, `extend_triton` has other kernels over FP8 pages.
-        rest = max_tokens, sizes, dtype.itemsize, pool.device
-        steps = {*kernel_counts(1, *rest), *kernel_counts(MIN_BATCH_TOKENS + 1, *rest)}
+        rest = sizes, dtype.itemsize, pool.device
+        few = min(MIN_BATCH_TOKENS, max_tokens)
+        steps = {*kernel_counts(1, few, *rest), *kernel_counts(few + 1, max_tokens, *rest)}
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
         # Layers with the same window need the same kernels.
         layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
