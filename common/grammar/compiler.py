@@ -19,6 +19,7 @@ from common.grammar.hidden_markers import hide_markers
 from common.grammar.limits import GrammarLimits
 from common.grammar.matcher import Matcher, mask_width
 from common.grammar.token_marker import Symbols, by_id
+from common.rust_panics import is_panic
 
 MAX_CACHED = 256  # compiled grammars, and refusals
 # limit for the texts of cached grammars, which their memory is in proportion to
@@ -75,7 +76,9 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(
                 hide_markers(tokenizer_json, vocab_size), n_vocab=vocab_size, eos_token=list(eos_ids)
             )
-        except Exception as error:  # the library raises plain exceptions of several types
+        except BaseException as error:  # the library raises plain exceptions of several types, or panics
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise ModelError(f"tokenizer.json cannot constrain answers: {error}") from error
         self._eos = dict.fromkeys(eos_ids)
         self._symbols: dict[int, Symbols] = {}  # at most one entry per token of the vocabulary
@@ -139,6 +142,18 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> Matcher:
         self.compiled += 1
         check_text(grammar, self._limits)
+        try:
+            compiled, error = self._checked(grammar)
+        except BaseException as panic:
+            if not is_panic(panic):
+                raise
+            raise InvalidGrammar(f"the grammar cannot be compiled: {str(panic)[:MAX_MESSAGE]}") from panic
+        if error:
+            raise InvalidGrammar(f"the grammar cannot be compiled: {error[:MAX_MESSAGE]}")
+        return Matcher(compiled, self._eos, self.vocab_size)
+
+    def _checked(self, grammar: str) -> tuple[LLMatcher, str]:
+        """Return llguidance's matcher, and what is wrong with the grammar; "" if nothing is."""
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._parser_limits)
         checked = compiled
         if not compiled.is_error():
@@ -146,9 +161,7 @@ class GrammarCompiler:
             first = np.zeros((1, mask_width(self.vocab_size)), dtype=np.int32)
             checked = compiled.deep_copy()
             fill_next_token_bitmask(checked, first, 0)
-        if checked.is_error():
-            raise InvalidGrammar(f"the grammar cannot be compiled: {checked.get_error()[:MAX_MESSAGE]}")
-        return Matcher(compiled, self._eos, self.vocab_size)
+        return compiled, checked.get_error() if checked.is_error() else ""
 
     def _find(self, key: bytes) -> Matcher | InvalidGrammar | None:
         with self._lock:

@@ -12,6 +12,7 @@ from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import ModelError
 from common.grammar.token_marker import Symbols, by_id
+from common.rust_panics import is_panic
 from router.tokens.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
 from router.tokens.longest_token import longest_token
 from router.tokens.named_tokens import complete
@@ -33,7 +34,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for every kind of invalid file
             raise ModelError(f"{file} cannot be read: {error}") from error
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # raised when the library's Rust code panics
+            if not is_panic(error):
                 raise
             raise ModelError(f"{file} cannot be read: {error}") from error
         # A truncation length in the file would cut prompts silently.

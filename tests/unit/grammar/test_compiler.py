@@ -6,14 +6,15 @@ import json
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from common.errors import InvalidGrammar, ModelError, Overloaded
-from common.grammar import GrammarCompilation, GrammarCompiler, mask_width
+from common.grammar import GrammarCompilation, GrammarCompiler, Matcher, mask_width
+from common.grammar import compiler as compiler_module
 from common.messages.generation import MAX_GRAMMAR
 from tests.fakes.waiting import PATIENCE
 
@@ -24,6 +25,15 @@ COMPILER = GrammarCompiler(TOKENIZER, 704, [2])
 def _schema(schema: Any) -> str:
     grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     return grammar
+
+
+def matcher_of(pending: GrammarCompilation) -> Matcher:
+    """Wait for the compiler's thread."""
+    end = time.monotonic() + PATIENCE
+    while not pending.ready(0.0):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return pending.matcher()
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -95,6 +105,32 @@ def test_matchers_of_one_text_are_independent() -> None:
     assert not first.stopped
 
 
+class PanicException(BaseException):
+    """Stands for the one of PyO3, which cannot be imported."""
+
+
+@pytest.mark.parametrize("where", ["LLMatcher", "fill_next_token_bitmask"])
+def test_a_grammar_at_which_the_library_panics_is_refused_and_others_compile(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exception is none that the main loop of a node expects."""
+
+    def panic(*_: object, **__: object) -> Never:
+        raise PanicException("index out of bounds")
+
+    compiler = GrammarCompiler(TOKENIZER, 704, [2])
+    bad, good = LLMatcher.grammar_from_regex("ab"), LLMatcher.grammar_from_regex("cd")
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler_module, where, panic)
+        pending = compiler.start(bad)
+        with pytest.raises(InvalidGrammar, match="the grammar cannot be compiled: index out of bounds"):
+            matcher_of(pending)
+    matcher_of(compiler.start(good))
+    with pytest.raises(InvalidGrammar, match="index out of bounds"):
+        compiler.matcher(bad)
+    compiler.close()
+
+
 def test_a_text_is_compiled_once() -> None:
     compiler = GrammarCompiler(TOKENIZER, 704, [2])
     good, bad = LLMatcher.grammar_from_regex("ab"), LLMatcher.grammar_from_regex("a(")
@@ -114,13 +150,9 @@ def test_the_thread_compiles_and_refuses() -> None:
     compiler = GrammarCompiler(TOKENIZER, 704, [2])
     good = compiler.start(LLMatcher.grammar_from_regex("ab"))
     bad = compiler.start(LLMatcher.grammar_from_regex("a("))
-    end = time.monotonic() + PATIENCE
-    while not (good.ready(0.0) and bad.ready(0.0)):
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    assert good.matcher().accept(compiler.tokenize("a"))
+    assert matcher_of(good).accept(compiler.tokenize("a"))
     with pytest.raises(InvalidGrammar):
-        bad.matcher()
+        matcher_of(bad)
     compiler.close()
 
 
@@ -132,9 +164,16 @@ def test_a_compilation_ends_at_its_deadline() -> None:
         waiting.matcher()
 
 
-def test_a_tokenizer_that_cannot_be_read_is_the_models_fault() -> None:
+def test_a_tokenizer_that_cannot_be_read_is_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="cannot constrain answers"):
         GrammarCompiler("{}", 704, [2])
+
+    def panic(*_: object, **__: object) -> Never:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(compiler_module, "LLTokenizer", panic)
+    with pytest.raises(ModelError, match="cannot constrain answers: index out of bounds"):
+        GrammarCompiler(TOKENIZER, 704, [2])
 
 
 @pytest.mark.parametrize("model", ["tiny-target", "tiny-tools", "tiny-vision"])
