@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -75,6 +76,7 @@ class CudaIpcSender(LayerEndpoint):
     # ---- peers
 
     def attach(self, target: Target) -> PeerMemory:
+        """Open the peer's memory, as any endpoint. Raises RuntimeError if this rank's own GPU has failed."""
         description = target.description
         assert isinstance(description, CudaIpcDescription)
         me = process.current()
@@ -91,6 +93,11 @@ class CudaIpcSender(LayerEndpoint):
         except HandshakeRefused:
             records.close()
             raise
+        except RuntimeError as error:
+            records.close()
+            # Nothing is queued there, so this returns at once.
+            self._lane.mark().wait()
+            raise HandshakeRefused(f"its GPU memory cannot be used ({error})") from error
         self._peers.append(peer)
         return peer
 
@@ -101,8 +108,9 @@ class CudaIpcSender(LayerEndpoint):
             raise HandshakeRefused("it claims to be this process, which has not made this handle")
         self._check_size(address, target)
         lanes = self._cuda.lane(self._pool.device), self._cuda.lane(self._pool.device)
+        memory = self._cuda.tensor(address, target.kv_bytes)
         peer = Mapped(target, None, address, False, records, *lanes)
-        peer.memory = self._cuda.tensor(address, target.kv_bytes)
+        peer.memory = memory
         return peer
 
     def _open(self, target: Target, description: CudaIpcDescription, records: mmap.mmap) -> Mapped:
@@ -118,13 +126,15 @@ class CudaIpcSender(LayerEndpoint):
             raise HandshakeRefused(f"its GPU memory cannot be opened ({error}{hint})") from None
         try:
             self._check_size(address, target)
-        except HandshakeRefused:
-            self._cuda.close(device, address)
+            lanes = self._cuda.lane(own), self._cuda.lane(own)
+            memory = self._cuda.tensor(address, target.kv_bytes) if direct else None
+        except (HandshakeRefused, RuntimeError):
+            # A mapping that cannot be removed does no harm.
+            with contextlib.suppress(CudaError):
+                self._cuda.close(device, address)
             raise
-        lanes = self._cuda.lane(own), self._cuda.lane(own)
         peer = Mapped(target, device, address, theirs != own, records, *lanes)
-        if direct:
-            peer.memory = self._cuda.tensor(address, target.kv_bytes)
+        peer.memory = memory
         return peer
 
     def _check_size(self, address: int, target: Target) -> None:

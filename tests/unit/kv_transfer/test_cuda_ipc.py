@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Never
 
 import msgspec
 import pytest
@@ -199,6 +199,46 @@ def test_a_pool_of_this_process_that_is_too_small_is_refused(pair: Pair) -> None
     larger = Target(wanted.incarnation, wanted.description, DST.total_bytes + 1, wanted.records_bytes)
     with pytest.raises(HandshakeRefused, match=f"has {DST.total_bytes} bytes, its layout needs"):
         pair.sending.attach(larger)
+
+
+@pytest.mark.parametrize("call", ["span", "lane", "tensor"])
+@pytest.mark.parametrize("within", [False, True], ids=["another_process", "this_process"])
+def test_memory_that_cannot_be_used_is_refused_and_closed(
+    pair: Pair, call: str, within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other decode nodes are served on. The same one may connect again."""
+    pair.cuda.exports |= pair.other.exports
+    target = pair.target(owner=process.current()) if within else pair.target()
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.cuda, call, refuse)
+        with pytest.raises(HandshakeRefused, match=r"its GPU memory cannot be used \(out of memory"):
+            pair.sending.attach(target)
+    assert not pair.cuda.opened
+    pair.sending.detach(pair.sending.attach(target))
+
+
+def test_a_mapping_that_cannot_be_removed_either_is_refused_all_the_same(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("span", "close"):
+        monkeypatch.setattr(pair.cuda, call, refuse)
+    with pytest.raises(HandshakeRefused, match="its GPU memory cannot be used"):
+        pair.sending.attach(pair.target())
+
+
+def test_a_gpu_of_this_node_that_has_failed_is_no_fault_of_the_peer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has to end: it can compute nothing any more."""
+    monkeypatch.setattr(pair.cuda, "span", refuse)
+    pair.cuda.lanes[0].fault = "unspecified launch failure"
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        pair.sending.attach(pair.target())
+    pair.cuda.lanes[0].fault = ""
+
+
+def refuse(*_: object) -> Never:
+    raise CudaError("out of memory (CUDA error 2)")
 
 
 def test_pools_of_the_wrong_memory_are_refused(pair: Pair) -> None:
