@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +15,10 @@ from common.engine.state.relay_state import RelayState
 from common.errors import InternalError
 from common.node.host_lane import HostLane
 from common.node.overlap import Completion
+from common.observability.logs import Log
 from decode_node.step_plan import Load, Save
+
+Copied = TypeVar("Copied")
 
 SAVE_SECONDS = 60.0  # after which a save that has not ended counts as a fault of the device
 
@@ -66,6 +70,7 @@ class Backups:
         self._pinned = self._pools[0].device.type == "cuda"
         self._lane = lane
         self._clock = clock
+        self._log = Log("backups")
         self._kept: dict[int, Backup] = {}
         self._copying: dict[int, _Copying] = {}  # also of backups that were forgotten meanwhile
 
@@ -110,7 +115,8 @@ class Backups:
         backup, last = self._kept[load.key], load.first + len(load.pages)
         for pool, pages in zip(self._pools, backup.pages, strict=True):
             # [planes, pages, ...]
-            pool.copy_pages_in(load.pages, [planes[:, load.first : last] for planes in pages])
+            wanted = [planes[:, load.first : last] for planes in pages]
+            self._with_less_memory(partial(pool.copy_pages_in, load.pages, wanted))
         self._relay.draft_copies.copy_in(load.row, backup.draft)
         if self._relay.state is not None:
             self._pools[0].state_copies.copy_in(load.slot, backup.state)
@@ -121,8 +127,22 @@ class Backups:
         for key in keys:
             del self._kept[key]
 
+    def _with_less_memory(self, copy: Callable[..., Copied]) -> Copied:
+        """Copy pages at once or, if the device has no memory to gather them, one by one."""
+        try:
+            return copy()
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+            self._log.warning(
+                "too little device memory to copy the KV pages of a retracted request at once: copying them one by one",
+                reason=reason,
+            )
+            return copy(one_by_one=True)
+
     def _copy(self, save: Save) -> Backup:
-        pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
+        pages = tuple(
+            self._with_less_memory(partial(pool.copy_pages_out, save.pages)) for pool in self._pools
+        )
         draft = self._relay.draft_copies.copy_out(save.row)
         if self._relay.state is None:
             return Backup(pages, draft)

@@ -84,19 +84,26 @@ class KvPool:
         """Return what stored keys and stored values of a layer are multiplied by."""
         return self._scales[layer]
 
-    def copy_pages_out(self, pages: Sequence[int]) -> list[Tensor]:
+    def copy_pages_out(self, pages: Sequence[int], one_by_one: bool = False) -> list[Tensor]:
         """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes.
 
         On a GPU they are readable once the stream reaches this point.
+
+        Args:
+            one_by_one: take no memory of the device, but one launch per page and plane. Otherwise the device needs room
+                for the pages of one plane.
         """
-        index = on_device(pages, self.device)
+        index = None if one_by_one else on_device(pages, self.device)
         copies: list[Tensor] = []
         for group in self._groups:
-            shape = (len(group), index.numel(), *group[0].shape[1:])
+            shape = (len(group), len(pages), *group[0].shape[1:])
             copies.append(memory_for_copy(shape, group[0].dtype, self.device))
-            # One plane after the other: the device needs room for the pages of one.
             for target, plane in zip(copies[-1], group, strict=True):
-                target.copy_(plane.index_select(0, index), non_blocking=True)
+                if index is not None:
+                    target.copy_(plane.index_select(0, index), non_blocking=True)
+                    continue
+                for place, page in enumerate(pages):
+                    target[place].copy_(plane[page], non_blocking=True)
         return copies
 
     @property
@@ -104,20 +111,27 @@ class KvPool:
         """Bytes per page of each tensor that `copy_pages_out` returns."""
         return [sum(plane[0].nbytes for plane in group) for group in self._groups]
 
-    def copy_pages_in(self, pages: Sequence[int], backup: Sequence[Tensor]) -> None:
+    def copy_pages_in(self, pages: Sequence[int], backup: Sequence[Tensor], one_by_one: bool = False) -> None:
         """Write the result of `copy_pages_out` into `pages`, which may differ from the pages it came from.
 
         Raises ValueError if the number of pages or the layout of `backup` differs.
+
+        Args:
+            one_by_one: as for `copy_pages_out`.
         """
-        index = on_device(pages, self.device)
+        index = None if one_by_one else on_device(pages, self.device)
         for group, copies in zip(self._groups, backup, strict=True):
-            wanted = (len(group), index.numel(), *group[0].shape[1:])
+            wanted = (len(group), len(pages), *group[0].shape[1:])
             if tuple(copies.shape) != wanted or copies.dtype != group[0].dtype:
                 raise ValueError(
                     f"backup is {copies.dtype} {tuple(copies.shape)}, the pages are {group[0].dtype} {wanted}"
                 )
             for plane, source in zip(group, copies, strict=True):
-                plane.index_copy_(0, index, source.to(self.device, non_blocking=True))
+                if index is not None:
+                    plane.index_copy_(0, index, source.to(self.device, non_blocking=True))
+                    continue
+                for place, page in enumerate(pages):
+                    plane[page].copy_(source[place], non_blocking=True)
 
     @property
     def state_copies(self) -> RowCopies:

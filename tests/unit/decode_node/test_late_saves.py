@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Never
 
 import pytest
 import torch
@@ -119,6 +120,27 @@ def test_a_backup_counts_each_of_its_pinned_blocks_rounded() -> None:
         assert [pinned.size_of(pages) for pages in (1, 3, 4, 5)] == [
             pages * pool.page_bytes for pages in (1, 4, 4, 8)
         ]
+
+
+def test_too_little_device_memory_costs_a_retracted_request_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages are then copied without memory of the device, in both directions."""
+
+    def full(*_: object) -> Never:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
+
+    monkeypatch.setattr("common.engine.state.pool.on_device", full)
+    with NodeCluster(SMALL) as cluster:
+        calls = [cluster.submit(prompt_of(10 + n, n), 40, seed=n, **SAMPLED) for n in range(4)]
+        cluster.run()
+        expect_reference(*calls)
+        retractions = cluster.decode.link.counters.retractions
+        assert not cluster.failures
+        cluster.settle()
+    said = [each.fields for each in caplog.records if each.message.endswith("one by one")]  # type: ignore[attr-defined]
+    assert len(said) == 2 * retractions > 0, "each was saved and loaded"
+    assert said[0] == {"reason": "CUDA out of memory. Tried to allocate 20.00 MiB."}
 
 
 def test_a_load_of_the_same_plan_follows_the_save() -> None:

@@ -68,16 +68,20 @@ def test_target_and_draft_share_storage_from_outside(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "between", [(), (Plane("target", 2, "latent", Kept.PAGED, (6,), "bfloat16"),)], ids=["like", "unlike"]
 )
-def test_pages_come_back_from_a_host_backup_into_other_pages(between: tuple[Plane, ...]) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_pages_come_back_from_a_host_backup_into_other_pages(
+    between: tuple[Plane, ...], one_by_one: bool
+) -> None:
     pool = make(layout(between=between))
     for layer in range(LAYERS):
         pool.key(layer)[1:].normal_()
         pool.value(layer)[1:].normal_()
-    backup = pool.copy_pages_out([3, 1])
+    backup = pool.copy_pages_out([3, 1], one_by_one)
+    assert all(map(torch.equal, backup, pool.copy_pages_out([3, 1])))
     assert sum(each.nbytes for each in backup) == 2 * pool.page_bytes
     before = pool.value(1).clone()
     pool.value(1)[3] = 0  # the backup is a copy
-    pool.copy_pages_in([2, 4], backup)
+    pool.copy_pages_in([2, 4], backup, one_by_one)
     assert torch.equal(pool.value(1)[2], before[3])
     assert torch.equal(pool.value(1)[4], before[1])
     assert torch.equal(pool.key(0)[2], pool.key(0)[3])
