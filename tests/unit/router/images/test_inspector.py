@@ -56,6 +56,26 @@ async def test_an_image_whose_decoders_are_all_stopped_can_be_sent_again(
     await inspector.check(file(), "image/png")
 
 
+async def test_the_first_answer_of_a_decoder_for_a_cancelled_request_does_not_go_to_the_next(
+    inspector: ImageInspector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the decoder is ready. Taken for a verdict, it would be that on an image without a size."""
+    starting = asyncio.Event()
+
+    async def unread(self: InspectorProcess) -> ImageVerdict:
+        starting.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InspectorProcess, "verdict", unread)
+        given_up = asyncio.create_task(inspector.check(file(), "image/png"))
+        await starting.wait()
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+    assert await inspector.check(file(), "image/png") == (8, 6)
+
+
 async def test_an_image_that_keeps_a_decoder_busy_is_refused(
     inspector: ImageInspector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
