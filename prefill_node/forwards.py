@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from common.engine.attention.backend import AttentionBackend, MakeAttention
+from common.engine.attention.backend import AttentionBackend
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import CaptureHiddenMode
@@ -50,6 +49,7 @@ class Forwards:
     layout: PoolLayout
     runner: ModelRunner
     attention: PromptAttention
+    draft_attention: PagedAttention | None  # None without a draft model
     signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
     # what the next forward waits for, if cached prefixes are copied from host memory
     arriving: ArrivingLayers
@@ -84,7 +84,7 @@ def prompt_forwards(
         unbroken = prompt_graphs.unbroken_tokens(served.placement, sizes.wanted)
         outer = ArrivingAttention(outer, arriving, unbroken)
     runner = ModelRunner(served.model, pool, outer)
-    drafting = _draft(sizes, served, runner, arriving)
+    drafting, draft_attention = _draft(sizes, served, runner, arriving)
     hidden = CaptureHiddenMode.FULL if sizes.hidden_states else drafting.draft.hidden_mode
     on_device = 0
     # Pages that are sent or loaded layer by layer need the breaks between layers.
@@ -95,24 +95,35 @@ def prompt_forwards(
     )
     vision = make_stage(sizes.wanted)
     graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *vision.graphs]
-    return Forwards(layout, runner, attention, signalled, arriving, target, drafting.draft, vision, graphs)
+    return Forwards(
+        layout=layout,
+        runner=runner,
+        attention=attention,
+        draft_attention=draft_attention,
+        signalled=signalled,
+        arriving=arriving,
+        target=target,
+        draft=drafting.draft,
+        vision=vision,
+        graphs=graphs,
+    )
 
 
 def _draft(
     sizes: PromptSizes, served: ServingModel, target: ModelRunner, arriving: ArrivingLayers
-) -> BuiltDraft:
-    """Build the draft's part of a step. The loaded draft already shares the target's embedding and LM head."""
-    attention: MakeAttention = PagedAttention
-    if sizes.loads:
-        attention = functools.partial(_arriving_draft, arriving)
+) -> tuple[BuiltDraft, PagedAttention | None]:
+    """Build the draft's part of a step, and its attention.
+
+    The loaded draft already shares the target's embedding and LM head.
+    """
+    own: list[PagedAttention] = []
+
+    def attention(pool: KvPool, windows: Sequence[int | None], scale: float | None) -> AttentionBackend:
+        own.append(PagedAttention(pool, windows, scale))
+        return DraftArrivingAttention(own[-1], arriving) if sizes.loads else own[-1]
+
     made, loaded = served.draft_runner(target.pool, attention), served.draft
     runner = None if made is None else made[0]
     plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)
     setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
-    return make_draft(sizes.algorithm, setup)
-
-
-def _arriving_draft(
-    arriving: ArrivingLayers, pool: KvPool, windows: Sequence[int | None], scale: float | None
-) -> AttentionBackend:
-    return DraftArrivingAttention(PagedAttention(pool, windows, scale), arriving)
+    return make_draft(sizes.algorithm, setup), own[-1] if own else None

@@ -114,7 +114,12 @@ class LoadedPromptRank:
 
 
 def _warm_up_attention(forwards: Forwards, served: ServingModel, sizes: PromptSizes) -> None:
-    forwards.attention.warm_up(served.heads, served.placement.dtype, sizes.chunk_tokens, sizes.max_batch)
+    dtype = served.placement.dtype
+    forwards.attention.warm_up(served.heads, dtype, sizes.chunk_tokens, sizes.max_batch)
+    if served.draft is not None and forwards.draft_attention is not None:
+        # Modules of MTP run over rows before those of each chunk, too.
+        most = sizes.chunk_tokens + served.draft.config.modules * sizes.max_batch
+        forwards.draft_attention.warm_up(served.draft_heads, dtype, most, sizes.max_batch)
 
 
 def load_prompt_rank(

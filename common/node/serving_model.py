@@ -118,7 +118,15 @@ class ServingModel:
     @property
     def heads(self) -> int:
         """Query heads of an attention layer on this rank."""
-        queries = HeadGroup(self.config.num_heads, self.config.head_dim)
+        return self._heads_of(self.config)
+
+    @property
+    def draft_heads(self) -> int:
+        """Query heads of an attention layer of the draft on this rank; 0 without a draft."""
+        return 0 if self.draft is None else self._heads_of(self.draft.config.model)
+
+    def _heads_of(self, config: ModelConfig) -> int:
+        queries = HeadGroup(config.num_heads, config.head_dim)
         return len(self.placement.shard.heads(queries, "queries"))
 
     @property

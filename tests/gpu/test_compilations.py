@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from common.engine.attention.paged import PagedAttention
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.graphs.node_graphs import NodeGraphs
@@ -45,14 +46,22 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
 
 
-@pytest.mark.parametrize(("stored", "page_size"), [(torch.bfloat16, 16), (FP8, 16), (FP8, 8)])
+@pytest.mark.parametrize(
+    ("kind", "stored", "page_size"),
+    [
+        (PromptAttention, torch.bfloat16, 16),
+        (PromptAttention, FP8, 16),
+        (PromptAttention, FP8, 8),
+        (PagedAttention, torch.bfloat16, 32),
+    ],
+)
 def test_no_prompt_batch_compiles_after_the_warm_up(
-    stored: torch.dtype, page_size: int, compiled: list[str]
+    kind: type[PagedAttention], stored: torch.dtype, page_size: int, compiled: list[str]
 ) -> None:
-    """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention."""
+    """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention. So could a draft."""
     heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
     pool = plain_pool(2, kv_heads, dim, page_size, 3, stored, torch.device("cuda"))
-    attention = PromptAttention(pool, [None, 64])
+    attention = kind(pool, [None, 64])
     attention.warm_up(heads, torch.bfloat16, 8192, 200)
     assert any("extend_kernel" in kernel for kernel in compiled)
     compiled.clear()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from common.engine.attention.backend import LayerOperation, TokenSlots
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.ops.converted_attention import converted_attention, converts
+from common.engine.ops.converted_attention import MIN_BATCH_TOKENS, converted_attention, converts
 from common.engine.ops.ended_programs import ended_programs
-from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.extend_attention import extend_attention, kernel_counts
 from common.engine.ops.hopper_attention import hopper_serves, plan_prompts
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.state.pool import KvPool
@@ -41,6 +43,33 @@ class PagedAttention:
         self._batch: ForwardBatch | None = None
         # The last layer that `hopper_extend` served, and its plan.
         self._prompts: tuple[int, Tensor] | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, heads: int, dtype: torch.dtype, max_tokens: int, max_requests: int) -> None:
+        """Compile all kernels that EXTEND batches can need, before serving: otherwise the first batch waits a second.
+
+        `dtype` is that of queries.
+
+        Graphs are captured with one request, so capturing does not compile all of them. Reads page 0, writes nothing.
+        """
+        pool = self.pool
+        if pool.device.type != "cuda" or pool.attention_layer is None:
+            return
+        kv_heads, head_dim = self._kv_heads, self._head_dim
+        sizes = heads, kv_heads, head_dim
+        # From MIN_BATCH_TOKENS + 1 on, `extend_triton` has other kernels over FP8 pages.
+        rest = sizes, dtype.itemsize, pool.device
+        few = min(MIN_BATCH_TOKENS, max_tokens)
+        steps = {*kernel_counts(1, few, *rest), *kernel_counts(few + 1, max_tokens, *rest)}
+        crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
+        # Layers with the same window need the same kernels.
+        layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
+        for layer, requests, tokens in itertools.product(layers, sorted(crowds), sorted(steps)):
+            qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=pool.device)
+            starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
+            starts[1:] = tokens
+            pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
+            self._extend(qkv[:, :heads], layer, pages, starts, pages[:, 0].contiguous())
 
     def plan(self, batch: ForwardBatch) -> None:
         """Set the batch. Raises ValueError if an EXTEND batch lacks host lengths or they do not fit its tensors."""
