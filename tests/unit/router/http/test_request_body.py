@@ -7,7 +7,7 @@ import codecs
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 from aiohttp import web
@@ -265,6 +265,26 @@ async def test_a_body_that_breaks_off_in_a_malformed_chunk_is_refused_at_once() 
     assert b"\r\nConnection: close" in head
     assert "malformed chunk" in json.loads(body)["error"]["message"]
     assert app[memory_key].small == 0
+
+
+async def test_a_malformed_chunk_after_the_answer_ends_the_connection_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """aiohttp reads the rest of a body for ten seconds after the answer; here without a limit."""
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": "refused"}, status=413)
+
+    async with serving(refuse, 1 << 20) as (_, address):
+        with monkeypatch.context() as patched:
+            patched.setattr("aiohttp.web_protocol.ceil_timeout", lambda seconds: nullcontext())
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(CHUNKED.replace(b"Connection: close\r\n", b"") + b"1\r\nx\r\n")
+            await reader.readuntil(b"refused")
+            writer.write(b"1\r\ny\r\nzz\r\n" + post(10))
+            async with asyncio.timeout(PATIENCE):
+                assert await reader.read() == b'"}', "nothing that follows is answered"
+            writer.close()
 
 
 async def test_a_malformed_chunk_refuses_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
