@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_plan import NoHostCopies
 from common.kv_cache.page_space import PageSpace
-from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver
 from common.node.host_share import Exchange, HostShare, share_of_host
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
@@ -42,11 +42,10 @@ def host_share(
     """
     if not nbytes:
         return None
-    if space is not None and isinstance(space.cache, NoPrefixCache):
+    if space is not None and space.total_slots:
         raise ConfigError(
             KEY,
-            "would have no effect: the model keeps a state per request, so that decode nodes reuse no prefixes; leave "
-            "it out",
+            "is not available for a model that keeps a state per request, which it would not hold; leave it out",
         )
     pool = forwards.layout, forwards.pools[0].storage
     return share_of_host(KEY, nbytes, forwards.layout.page_size, pool, None, MovedPool, exchange)

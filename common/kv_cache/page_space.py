@@ -69,8 +69,9 @@ def contents_of(keys: Keys, lookahead: int) -> Keys:
 class PageSpace:
     """Combines allocator and prefix cache: pages that are only cached are evicted when an allocation needs them.
 
-    If the model has per-request planes, `lease` returns both pages and a state slot, or None. A cached prefix is then
-    reused only up to the last token after which the state was saved.
+    If the model has per-request planes, `lease` returns both pages and a state slot, or None. Where prompts are
+    computed, a cached prefix is then reused only up to the last token after which the state was saved. A decode node
+    reuses all of its pages, because it receives the state with each prompt.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class PageSpace:
         keys: Callable[[Sequence[int] | Keys], Keys] = as_keys,
         num_slots: int = 0,
         grid: int = 0,
+        computes_prompts: bool = True,
     ) -> None:
         """Create a space in which everything is free.
 
-        Raises ValueError for a prefix cache without snapshots together with state slots.
+        Raises ValueError for a prefix cache without snapshots together with state slots, if prompts are computed.
 
         Args:
             num_pages: counts page 0 too.
@@ -92,8 +94,10 @@ class PageSpace:
             num_slots: number of slots that leases can own for per-request state, including slot 0; 0 for a model
                 that keeps none.
             grid: tokens, whole pages, at whose multiples the state of a prompt can be saved. Used with snapshots.
+            computes_prompts: whether a prompt goes on from the end of its cached prefix, for which its state is needed.
         """
-        if num_slots and not cache.snapshots.total and not isinstance(cache, NoPrefixCache):
+        self._continues_states = num_slots > 0 and computes_prompts
+        if self._continues_states and not cache.snapshots.total and not isinstance(cache, NoPrefixCache):
             raise ValueError(
                 "a cached prefix has pages but no state: turn the prefix cache off, or add snapshots"
             )
@@ -168,7 +172,7 @@ class PageSpace:
     ) -> PageLease | None:
         """Return `num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, then fresh ones.
 
-        With a state per request, the prefix ends where the state was saved (`lease.restore`). Slots are set aside to
+        If its state is needed, the prefix ends where the state was saved (`lease.restore`). Slots are set aside to
         save it at the last border before the sequence's end, and at the last one before the end of the cached pages,
         where other sequences branch off (`lease.saves`), as far as there are any.
 
@@ -180,7 +184,7 @@ class PageSpace:
         limit = min(max_cached_tokens // self.page_size, num_pages)
         match = self.cache.match(keys[: limit * self.page_size], salt)
         branch = len(match.pages) * self.page_size
-        if self._slots is not None:
+        if self._continues_states:
             match = match.with_state()
         self.cache.lock(match.node)  # before allocating, so that eviction cannot take the match
         fresh = self.allocate(num_pages - len(match.pages))

@@ -91,6 +91,11 @@ class ServingModel:
     state: KeptState = NO_STATE
 
     @property
+    def computes_prompts(self) -> bool:
+        """Return whether prompts are computed here, and not received."""
+        return self.memory.budget.section == "prefill"
+
+    @property
     def dtype_name(self) -> str:
         return str(self.placement.dtype).removeprefix("torch.")
 
@@ -208,7 +213,7 @@ class ServingModel:
             "state_slots": self.request_slots - 1,
             "state_snapshots": count,
             "state_snapshot_bytes": count * self.held.state_bytes,
-            "prefix_cache": CACHED if count else NO_CACHE,
+            **({"prefix_cache": CACHED if count else NO_CACHE} if self.computes_prompts else {}),
         }
 
 
@@ -322,19 +327,22 @@ def page_space(
 
     What the cache takes and gives up is told to `events`.
 
-    Raises ConfigError if prefix caching is required, but the model keeps a state per request and the node no snapshots.
+    Raises ConfigError if prefix caching is required of a node that computes prompts of a model with a state per
+    request, but keeps no snapshots.
     """
     size, slots, snapshots = served.page_size, served.request_slots, Snapshots(served.snapshot_slots)
-    if slots and not snapshots.total and prefix_cache is True:
-        key, remedy = f"{served.memory.budget.section}.prefix_cache", "write auto or false"
-        if served.memory.budget.section == "prefill":
-            remedy += ", or prefill.state_snapshots above 0"
-        raise ConfigError(key, f"must be {NO_CACHE}; {remedy}")
-    caches = prefix_cache and (snapshots.total or not slots)
+    stateless = served.computes_prompts and slots and not snapshots.total
+    if stateless and prefix_cache is True:
+        raise ConfigError(
+            "prefill.prefix_cache",
+            f"must be {NO_CACHE}; write auto or false, or prefill.state_snapshots above 0",
+        )
+    caches = prefix_cache and not stateless
     lookahead = lookahead_of(served)
     cache = RadixCache(size, snapshots, events.tap(GPU, size, lookahead)) if caches else NoPrefixCache()
     grid = state_grid(served.config, size)
-    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots, grid)
+    keys = keys_with_lookahead(lookahead)
+    return PageSpace(size, served.num_pages, cache, keys, slots, grid, served.computes_prompts)
 
 
 def _check_state(plan: NodePlan, device: torch.device, shard: Shard, log: Log) -> WindowShape:
@@ -356,7 +364,7 @@ def _check_state(plan: NodePlan, device: torch.device, shard: Shard, log: Log) -
                 f"{plan.speculation.draft_path} keeps a state per request (layer {plane.layer}), which cannot take "
                 "rejected drafts back; use a draft model with attention layers only",
             )
-    if not plan.state_snapshots:
+    if plan.role == "prefill" and not plan.state_snapshots:
         log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
     config = ModelConfig.load(plan.model.path)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)

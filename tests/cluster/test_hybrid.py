@@ -56,7 +56,8 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
 ) -> None:
     """The text of transformers, in as many rounds with as many accepted drafts as in one process in plain torch.
 
-    The second time, prompts continue from the last state that was saved for them, with the same results.
+    The second time, prompts continue from the last state that was saved for them, with the same results, and the decode
+    node still has their whole pages.
     """
     model, module = trained
     encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -85,6 +86,8 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
             )
             assert drafts == len(rounds)
             assert accepted == sum(each.accepted for each in rounds) > 1.5 * len(rounds)
+            sent = after["transferred_pages"] - before["transferred_pages"]
+            assert (sent == len(prompts)) is reused, "only the last page of each prompt"
         config = (await client.node("prefill-0"))["config"]
     assert config["prefix_cache"].startswith("on:")
     assert config["state_snapshot_bytes"] == config["state_snapshots"] * STATE_BYTES > 0

@@ -79,13 +79,10 @@ async def test_a_model_with_request_state_is_served(
             answers, rounds = await client.complete_all(asked, 8, TOKENS), 1
             await client.wait_idle()
             counters = (await client.node("decode-0"))["counters"]
-        logs = cluster.log("prefill-0"), cluster.log("decode-0")
     toy = ModelConfig.load(path)
     expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked[:2]] * 4 * rounds
     texts = [[tokenizer.token_text(token) for token in ids] for ids in expected]
     assert [answer.tokens for answer in answers] == texts
-    # Only prefill nodes save states for it.
-    assert ["prefix cache off" in log for log in logs] == [False, True]
     assert counters["transfers"] == rounds * len(asked) + counters["transfer_failures"]
     if "speculation" in section:
         assert counters["spec_accepted_tokens"] > TOKENS

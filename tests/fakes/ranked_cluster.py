@@ -262,7 +262,6 @@ class RankedCluster(NodeCluster):
                 prompt_graphs="none",
                 draft=Drafting(cluster.speculation.algorithm),
                 prefill_cache=not config.gated_delta,
-                decode_cache=not config.gated_delta,
                 host=host,
             )
         )

@@ -132,6 +132,29 @@ def test_any_configured_size_of_a_chunk(wanted: int) -> None:
         check(cluster, 4, PROMPTS[1:4])
 
 
+@pytest.mark.parametrize("step", [autoregressive, guesses()], ids=["plain", "drafts"])
+@pytest.mark.parametrize("snapshots", [0, 8])
+def test_a_decode_node_reuses_pages_and_receives_the_state(step: MakeStep, snapshots: int) -> None:
+    """The next turn of a conversation brings only the pages that the decode node lacks, and its whole state."""
+    shape = Shape(
+        model=SERVED,
+        step=step,
+        completion=ONE_BEHIND,
+        round_tokens=STEPS + 1,
+        prefill_snapshots=snapshots,
+        prefill_cache=snapshots > 0,
+    )
+    with NodeCluster(shape) as cluster:
+        received = cluster.decode.receiver.counters
+        prompt = PROMPTS[2]
+        check(cluster, 30, [prompt])
+        assert received.pages_received == 9, "130 tokens"
+        turns = [[*prompt, *expected(tuple(prompt), 30), 5, 6], [*prompt[:65], 7, 8]]
+        check(cluster, 12, turns)
+        # 159 tokens of the first turn have KV, of which nine pages are whole; those of the other turn share four.
+        assert received.pages_received == 9 + (11 - 9) + (5 - 4)
+
+
 def test_requests_of_a_lost_decode_node_begin_again_with_their_text() -> None:
     """The state is computed again, from the prompt and what was generated."""
     with NodeCluster(Shape(model=SERVED, decodes=2)) as cluster:

@@ -292,6 +292,21 @@ def test_a_model_without_per_request_planes_has_no_slots() -> None:
     assert (lease.slot, pages.total_slots, pages.leased_slots) == (0, 0, 0)
 
 
+def test_pages_are_reused_without_states_where_no_prompts_are_computed() -> None:
+    pages = PageSpace(2, 9, RadixCache(2), num_slots=3, computes_prompts=False)
+    first = pages.lease(as_keys(range(6)), 3, 6)
+    assert first is not None
+    first.commit(as_keys(range(6)))
+    second = pages.lease(as_keys([*range(4), 9, 9]), 3, 6)
+    assert second is not None
+    assert (second.cached_tokens, second.pages[:2]) == (4, first.pages[:2])
+    assert (first.slot, second.slot, second.state.restore, second.state.saves) == (1, 2, 0, [])
+    for lease in (first, second):
+        lease.release()
+    assert (pages.leased_pages, pages.leased_slots, pages.cache.cached_pages) == (0, 0, 3)
+    pages.check_integrity()
+
+
 def test_a_prefix_cache_beside_state_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="no state"):
         PageSpace(2, 5, RadixCache(2), num_slots=3)

@@ -64,14 +64,18 @@ class PageSpaceMachine(RuleBasedStateMachine):
         self.clock = 0
 
     @initialize(
-        page_size=st.integers(1, 3), pages=st.integers(1, 14), slots=st.sampled_from([None, None, 0, 1, 2, 5])
+        page_size=st.integers(1, 3),
+        pages=st.integers(1, 14),
+        slots=st.sampled_from([0, 0, 1, 2, 5]),
+        caching=st.sampled_from([True, True, False]),
     )
-    def start(self, page_size: int, pages: int, slots: int | None) -> None:
-        """`slots`: None with a prefix cache, else how many state slots there are."""
-        self.size, self.total, self.caching, self.slots = page_size, pages, slots is None, slots or 0
+    def start(self, page_size: int, pages: int, slots: int, caching: bool) -> None:
+        """`slots`: of states, which come from elsewhere."""
+        self.size, self.total, self.caching, self.slots = page_size, pages, caching, slots
         self.cache = RadixCache(page_size)
         cache = self.cache if self.caching else NoPrefixCache()
-        self.space = PageSpace(page_size, pages + 1, cache, num_slots=self.slots + 1 if self.slots else 0)
+        num_slots = self.slots + 1 if self.slots else 0
+        self.space = PageSpace(page_size, pages + 1, cache, num_slots=num_slots, computes_prompts=False)
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -131,9 +135,10 @@ class PageSpaceMachine(RuleBasedStateMachine):
         wanted = self.space.pages_for(len(tokens)) + extra
         limit = max(len(tokens) - spare, 0)
         free = self.free()
-        matched = self.longest(tokens, limit // self.size) if self.caching else []
+        has_slot = not self.slots or len(self.held) < self.slots
+        matched = self.longest(tokens, limit // self.size) if self.caching and has_slot else []
         needed = wanted - len(matched)
-        fits = needed <= free + self.evictable(matched) and (not self.slots or len(self.held) < self.slots)
+        fits = has_slot and needed <= free + self.evictable(matched)
         if not matched:
             assert self.space.has_room(needed) == fits
         lease = self.space.lease(keys_of(tokens), wanted, limit, salt_of(tokens))

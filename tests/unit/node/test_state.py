@@ -80,7 +80,7 @@ def test_every_request_that_may_hold_pages_has_a_slot(path: Path) -> None:
     assert (decode.state.window.tokens, prefill.state.window.tokens) == (3, 0)
     assert load(path).state.window.tokens == 1
     told = decode.describe(0, "tcp", 5)
-    assert (told["state_slots"], str(told["prefix_cache"])[:4]) == (9, "off:")
+    assert (told["state_slots"], told.get("prefix_cache")) == (9, None)
     assert (told["state_snapshots"], told["state_snapshot_bytes"]) == (0, 0)
     told = prefill.describe(0, "tcp", 5)
     assert (told["state_slots"], str(told["prefix_cache"])[:3]) == (6, "on:")
@@ -102,15 +102,11 @@ def test_a_model_with_pages_only_has_neither(path: Path) -> None:
     assert type(page_space(served, "auto").cache) is not type(page_space(served, False).cache)
 
 
-def test_the_prefix_cache_is_off_and_refused(path: Path) -> None:
-    served = load(path)
-    space = page_space(served, "auto")
-    assert type(space.cache) is type(page_space(served, False).cache)
-    assert space.total_slots == 9
-    with pytest.raises(
-        ConfigError, match=r"decode\.prefix_cache: must be off: the model keeps a state per request"
-    ):
-        page_space(served, True)
+@pytest.mark.parametrize(("cache", "kept"), [("auto", True), (True, True), (False, False)])
+def test_a_decode_node_caches_pages_without_snapshots(path: Path, cache: PrefixCaching, kept: bool) -> None:
+    space = page_space(load(path), cache)
+    assert (space.cache.snapshots.total, space.total_slots) == (0, 9)
+    assert isinstance(space.cache, RadixCache) == kept
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: s
         num_pages=33,
         request_slots=0,
         snapshot_slots=range(0),
+        computes_prompts=True,
         page_size=PAGE,
         config=ModelConfig.load(TARGET),
         draft=None if draft is None else SimpleNamespace(config=draft),
