@@ -9,6 +9,7 @@ import msgspec
 
 from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.shard import WHOLE, Shard
+from common.kv_cache.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from common.kv_events.plan import KvEventsPlan
 
 
@@ -44,8 +45,8 @@ class NodeShare(msgspec.Struct, frozen=True):
     max_rows: int  # requests in one step
     state_slots: int = 0  # requests that hold a state at once, where the model keeps one; slot 0 not counted
     round_tokens: int = 0  # new tokens of a request in one decode step, at most; 0 on prefill nodes
-    # saved states of cached prefixes, where the model keeps one; 0: no prefix cache there
-    state_snapshots: int = 0
+    # saved states of cached prefixes, where the model keeps one; none: no prefix cache there
+    state_snapshots: SnapshotBudget = NO_SNAPSHOTS
     shard: Shard = WHOLE  # what it holds of model and pool
     expert_parallel: bool = False  # of experts it holds some whole, not a part of each
 
@@ -104,7 +105,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int  # requests in one step
     state_slots: int  # as in NodeShare
     round_tokens: int
-    state_snapshots: int  # as in NodeShare
+    state_snapshots: SnapshotBudget  # as in NodeShare
     # The ranks of all nodes that may be on its GPUs, including this one: all listed nodes, or only its own ranks if it
     # joins by a pattern.
     shares: tuple[NodeShare, ...]

@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.shard import Shard
+from common.kv_cache.snapshot_budget import GROWING, NO_SNAPSHOTS, SnapshotBudget
 from common.node_names import NodeNames, is_pattern
 from common.node_plan import (
     ModelPlan,
@@ -186,7 +187,7 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
     found = {}
     for node in prefill.nodes:
         budget = pool_budget("prefill", prefill, node.rank_devices[0], movable_section(cluster, node.name))
-        snapshots = prefill.state_snapshots if prefill.prefix_cache else 0
+        snapshots = _snapshots(prefill)
         share = NodeShare(
             node.rank_devices[0], budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
         )
@@ -197,6 +198,12 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
         share = NodeShare(decoding.rank_devices[0], budget, rows, slots, round_tokens)
         found["decode", decoding.name] = _of_ranks(share, decoding)
     return found
+
+
+def _snapshots(prefill: PrefillSection) -> SnapshotBudget:
+    if not prefill.prefix_cache:
+        return NO_SNAPSHOTS
+    return GROWING if prefill.state_snapshots == "auto" else SnapshotBudget(prefill.state_snapshots)
 
 
 def _shares_beside(

@@ -226,8 +226,8 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     enforce_graphs: bool = False
     # auto: on, except for a model with a state per request if state_snapshots is 0.
     prefix_cache: PrefixCaching = "auto"
-    # States of cached prefixes that a node keeps, for a model with a state per request; 0: its prefix cache is off.
-    state_snapshots: Annotated[int, Meta(ge=0, le=65_536)] = 32
+    # States of cached prefixes, for a model with a state per request; 0: no prefix cache; auto: more in a larger pool.
+    state_snapshots: Annotated[int, Meta(ge=0, le=65_536)] | Literal["auto"] = "auto"
     # Host memory of each node for cached prefixes, in addition to those in its pool; 0: none.
     host_mib: NotNegative = 0
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
@@ -263,7 +263,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     backup_mib: NotNegative = 1024
     # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.
     read_results: Literal["when_ready", "one_behind"] = "when_ready"
-    state_snapshots: ClassVar[int] = 0  # a decode node reuses no prefix of a model with a state per request
+    state_snapshots: ClassVar[int] = 0  # the state of each request comes from its prefill node
 
 
 class Speculation(Section, frozen=True, kw_only=True):

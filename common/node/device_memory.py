@@ -45,6 +45,8 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
         """Return (the plan with an empty pool, bytes in total)."""
         pool, spec = share.pool, plan.spec.share(share.shard)
         window = WindowShape(window_widths(config, share.shard), share.round_tokens, dtype)
+        # A pool that takes what is left has slots of its own, see `page_cost`.
+        pages = 0 if pool.tokens is None else pool.tokens // spec.page_size + 1
         without = () if pool.runs_vision else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files)
@@ -54,7 +56,7 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
-            snapshots=share.state_snapshots * spec.state_bytes,
+            snapshots=share.state_snapshots.slots(pages, plan.spec) * spec.state_bytes,
             weight_format="" if config.weights == DENSE else config.weights.method,
         )
         if config.vision is not None and pool.runs_vision:
@@ -74,7 +76,7 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
     spec = plan.spec.share(shard)
     beside = sum(there) - own
     if budget.tokens is None:
-        check_share(device, memory, beside, budget, spec.page_bytes)
+        check_share(device, memory, beside, budget, plan.state_snapshots.page_cost(plan.spec, spec))
     else:
         check_memory(device, replace(memory, pool=own - memory.total), beside, budget.key, spec.token_bytes)
     return memory, beside

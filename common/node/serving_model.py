@@ -28,6 +28,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.kv_cache.shard import Shard
+from common.kv_cache.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from common.kv_cache.snapshots import Snapshots
 from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.kv_events.wire import GPU
@@ -69,7 +70,7 @@ class KeptState:
 
     requests: int = 0  # that hold a state at once
     window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens in addition to the state
-    snapshots: int = 0  # saved states of cached prefixes; 0: no prefix cache for a model with a state
+    snapshots: SnapshotBudget = NO_SNAPSHOTS  # saved states of cached prefixes; none: no prefix cache
 
 
 NO_STATE = KeptState()
@@ -142,7 +143,9 @@ class ServingModel:
     @property
     def snapshot_slots(self) -> range:
         """State slots for snapshots: after those for requests, and no more than pages."""
-        count = min(self.state.snapshots, self.num_pages - 1) if self.state.requests else 0
+        if not self.state.requests:
+            return range(0)
+        count = min(self.state.snapshots.slots(self.num_pages, self.spec), self.num_pages - 1)
         return range(self.request_slots, self.request_slots + count)
 
     @property
@@ -160,7 +163,8 @@ class ServingModel:
         budget, plan = memory.budget, replace(memory.plan, graphs=graph_bytes)
         if budget.tokens is None:
             total = torch.cuda.mem_get_info(device)[1]
-            pages = plan_pool(total, plan, budget, self.held.page_bytes)
+            cost = self.state.snapshots.page_cost(self.spec, self.held)
+            pages = plan_pool(total, plan, budget, cost)
         else:
             pages = budget.tokens // self.page_size + 1
             whole = replace(plan, pool=pages * self.held.page_bytes)
@@ -196,9 +200,7 @@ class ServingModel:
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
-            "memory_plan": str(replace(self.memory.plan, pool=self.num_pages * self.held.page_bytes))
-            if self.placement.device.type == "cuda"
-            else "",
+            "memory_plan": self._memory_plan() if self.placement.device.type == "cuda" else "",
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
             "max_model_len": self.max_model_len,
             "transport": transport,
@@ -206,6 +208,13 @@ class ServingModel:
             **(self._describe_state() if self.num_slots else {}),
             **({} if self.draft is None else self.draft.describe()),
         }
+
+    def _memory_plan(self) -> str:
+        pool, snapshots = (
+            self.num_pages * self.held.page_bytes,
+            len(self.snapshot_slots) * self.held.state_bytes,
+        )
+        return str(replace(self.memory.plan, pool=pool, snapshots=snapshots))
 
     def _describe_state(self) -> dict[str, ConfigValue]:
         count = len(self.snapshot_slots)
@@ -364,7 +373,7 @@ def _check_state(plan: NodePlan, device: torch.device, shard: Shard, log: Log) -
                 f"{plan.speculation.draft_path} keeps a state per request (layer {plane.layer}), which cannot take "
                 "rejected drafts back; use a draft model with attention layers only",
             )
-    if plan.role == "prefill" and not plan.state_snapshots:
+    if plan.role == "prefill" and plan.state_snapshots == NO_SNAPSHOTS:
         log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
     config = ModelConfig.load(plan.model.path)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)

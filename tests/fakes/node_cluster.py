@@ -38,6 +38,7 @@ from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import pool_spec
+from common.kv_cache.snapshot_budget import SnapshotBudget
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -725,7 +726,8 @@ class NodeCluster:
         shape, incarnation = self.shape, self._incarnation()
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
         served = self._served("prefill", shape.prefill_pool, shape.prefill_slots)
-        served = replace(served, state=replace(served.state, snapshots=shape.prefill_snapshots))
+        snapshots = SnapshotBudget(shape.prefill_snapshots)
+        served = replace(served, state=replace(served.state, snapshots=snapshots))
         forwards = self._prompt_forwards(served)
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))

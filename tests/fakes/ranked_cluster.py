@@ -37,6 +37,7 @@ from common.errors import RankFailed
 from common.kv_cache.host_plan import NoHostCopies, RankStore
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.snapshot_budget import SnapshotBudget
 from common.node.completion import Immediate
 from common.node.host_share import HostShare
 from common.node.host_store import HostStore
@@ -345,7 +346,8 @@ class RankedCluster(NodeCluster):
     def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptRankWork:
         # the slots of rank 0, which the copies of pages and states rely on
         served = self._load("prefill", ranks)
-        served = replace(served, state=replace(served.state, snapshots=self.shape.prefill_snapshots))
+        snapshots = SnapshotBudget(self.shape.prefill_snapshots)
+        served = replace(served, state=replace(served.state, snapshots=snapshots))
         forwards = self._prompt_forwards(served)
         pool = forwards.runner.pool
         group.pools.append(pool.storage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,8 +27,9 @@ from common.errors import ConfigError
 from common.kv_cache.layer_kinds import MIXERS
 from common.kv_cache.radix_cache import RadixCache
 from common.named import named
-from common.node.memory import MemoryPlan
+from common.node.memory import MemoryPlan, plan_pool
 from common.node.serving_model import ServingModel, load_serving_model, page_space
+from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from tests.cluster.harness import MODEL
@@ -54,7 +55,7 @@ def load(
     path: Path,
     role: str = "decode",
     draft: Path | None = None,
-    snapshots: int = 4,
+    snapshots: int | Literal["auto"] = 4,
     cache: PrefixCaching = "auto",
     **speculation: Any,
 ) -> ServingModel:
@@ -121,6 +122,23 @@ def test_a_prefill_node_caches_prefixes_if_it_keeps_snapshots(
     assert isinstance(space.cache, RadixCache) == (kept > 0)
 
 
+def test_the_number_of_snapshots_follows_the_pool_unless_it_is_given(path: Path) -> None:
+    """A third of the pages' bytes are added to what 32 states take, and no rank takes more than it has planned."""
+    served = load(path, "prefill", snapshots="auto")
+    assert (
+        len(served.snapshot_slots) == 32 + served.num_pages * served.spec.page_bytes // (3 * STATE_BYTES) > 40
+    )
+    total, plan = 1 << 22, MemoryPlan(0, 0, 0, snapshots=32 * STATE_BYTES)
+    cost = served.state.snapshots.page_cost(served.spec, served.held)
+    pages = plan_pool(total, plan, PoolBudget(None, 1.0, "prefill"), cost)
+    filled = replace(served, num_pages=pages)
+    taken = pages * served.held.page_bytes + len(filled.snapshot_slots) * served.held.state_bytes
+    assert total - cost - STATE_BYTES < taken <= total
+    fixed = load(path, "prefill", snapshots=7)
+    assert fixed.state.snapshots.page_cost(fixed.spec, fixed.held) == fixed.held.page_bytes
+    assert len(replace(fixed, num_pages=pages).snapshot_slots) == 7
+
+
 def test_a_required_prefix_cache_needs_snapshots(path: Path) -> None:
     served = load(path, "prefill", snapshots=0, cache=True)
     with pytest.raises(ConfigError, match=r"prefill\.prefix_cache: .*prefill\.state_snapshots above 0"):
@@ -135,7 +153,7 @@ def test_the_reported_plan_counts_states_once(path: Path) -> None:
     served = replace(served, memory=memory, placement=on_gpu, num_pages=1 << 22, state=state)
     pages = (1 << 22) * served.page_size * served.spec.token_bytes
     told = served.describe(served.layout.total_bytes, "tcp", 5)
-    assert told["memory_plan"] == str(replace(plan, pool=pages))
+    assert told["memory_plan"] == str(replace(plan, pool=pages, snapshots=4 * STATE_BYTES))
     assert served.layout.total_bytes > pages + GIB
 
 
