@@ -207,6 +207,10 @@ class Dispatcher:
                 raise
             timeline.outcome = FINISH_ABORT
             yield TokenDelta([], FINISH_ABORT, None)
+        except Exception:
+            # A defect. The client is answered with status 500.
+            timeline.outcome = f"error: {InternalError.code}"
+            raise
         finally:
             self.running.remove(flight)
             self._active -= 1

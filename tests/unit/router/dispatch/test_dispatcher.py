@@ -345,6 +345,20 @@ async def test_a_client_that_leaves_frees_both_nodes(tokens: int) -> None:
         assert report["outcome"] == "client gone"
 
 
+async def test_a_defect_is_not_counted_as_a_client_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_rig() as rig:
+
+        def defect(request: object) -> int | None:
+            raise ZeroDivisionError("a defect")
+
+        monkeypatch.setattr(rig.dispatcher.admission, "let_in", defect)
+        client = await rig.client().done()
+        assert isinstance(client.error, ZeroDivisionError)
+        report = rig.dispatcher.timelines.get("r1")
+        assert report is not None
+        assert report["outcome"] == "error: internal_error"
+
+
 async def test_a_prompt_whose_sibling_failed_is_counted_as_that() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
