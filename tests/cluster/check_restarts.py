@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,13 +66,19 @@ class Load:
                 done += 1
 
 
-async def streamed(client: Client, prompt: int, tokens: int) -> str:
-    """Return the text of a streamed answer. Raises RuntimeError for an error or an answer that is not complete."""
+async def streamed(
+    client: Client, prompt: int, tokens: int, begun: Callable[[], object] = lambda: None
+) -> str:
+    """Return the text of a streamed answer. Raises RuntimeError for an error or an answer that is not complete.
+
+    `begun`: called when the head of the answer has arrived.
+    """
     body = {"prompt": PROMPTS[prompt], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     text, ended = "", False
     async with client.session.post("/v1/completions", json={**body, "stream": True}) as response:
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {await response.text()}")
+        begun()
         async for line in response.content:
             data = line.removeprefix(b"data: ").strip()
             if data == b"[DONE]":

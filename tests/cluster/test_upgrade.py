@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,20 +60,22 @@ class LaterVersion:
 
 @dataclass
 class Balancer:
-    """Sends each request to a router that is ready, and again if the connection was refused."""
+    """Sends each request to a router that is ready and not taken out."""
 
     cluster: RunningCluster
     expected: list[str] = field(default_factory=list)  # texts of PROMPTS
     answered: Counter[str] = field(default_factory=Counter)  # right answers by router
     problems: list[str] = field(default_factory=list)
     over: bool = False
+    out: str = ""  # the router that gets no more requests
+    opening: Counter[str] = field(default_factory=Counter)  # requests whose answer has not begun, by router
 
     async def ready(self, router: str) -> bool:
         async with self.cluster.at(router) as client:
             try:
                 async with client.session.get("/ready") as response:
                     return response.status == 200
-            except aiohttp.ClientConnectorError:
+            except (aiohttp.ClientError, OSError):
                 return False
 
     async def wait_ready(self, router: str) -> None:
@@ -80,12 +83,19 @@ class Balancer:
             while not await self.ready(router):
                 await asyncio.sleep(0.1)
 
+    async def take_out(self, router: str) -> None:
+        """Send no more requests to a router, and return once each of those that it has is being answered."""
+        self.out = router
+        async with asyncio.timeout(2 * PATIENCE):
+            while self.opening[router]:
+                await asyncio.sleep(0.01)
+
     async def answers(self, number: int) -> None:
         """Send one request after the other until `over`."""
         while not self.over:
             number += 1
             for router in self.cluster.router_names:
-                if await self.ready(router):
+                if await self.ready(router) and router != self.out:
                     await self.request(router, number % len(PROMPTS))
                     break
             else:
@@ -93,18 +103,26 @@ class Balancer:
                 await asyncio.sleep(1.0)
 
     async def request(self, router: str, prompt: int) -> None:
+        begun = asyncio.Event()
+        begun_once = partial(self._begun, router, begun)
+        self.opening[router] += 1
         async with self.cluster.at(router) as client:
             try:
-                text = await streamed(client, prompt, TOKENS)
-            except aiohttp.ClientConnectorError:
-                return
+                text = await streamed(client, prompt, TOKENS, begun_once)
             except (aiohttp.ClientError, OSError, RuntimeError) as error:
                 self.problems.append(f"{router}: {error!r}"[:500])
                 return
+            finally:
+                begun_once()
         if text == self.expected[prompt]:
             self.answered[router] += 1
         else:
             self.problems.append(f"{router}: {text}")
+
+    def _begun(self, router: str, begun: asyncio.Event) -> None:
+        if not begun.is_set():
+            begun.set()
+            self.opening[router] -= 1
 
 
 async def end(cluster: RunningCluster, names: Sequence[str]) -> None:
@@ -134,11 +152,13 @@ async def test_an_upgrade_fails_no_request(tmp_path: Path) -> None:
             for number in range(CLIENTS):
                 clients.create_task(balancer.answers(number))
             cluster.start = later.start
+            await balancer.take_out("router.1")
             for names in (["router.1"], ["prefill-1", "decode-1"]):
                 await end(cluster, names)
                 for name in names:
                     cluster.launch(name)
             await balancer.wait_ready("router.1")
+            await balancer.take_out("router")
             await refused(cluster, ["prefill-1", "decode-1"])
             # The last router of the old version first finishes its requests, for which it needs the old nodes.
             for names in (["router"], ["prefill-0", "decode-0"]):
@@ -146,6 +166,7 @@ async def test_an_upgrade_fails_no_request(tmp_path: Path) -> None:
             for name in ("router", "prefill-0", "decode-0"):
                 cluster.launch(name)
             await cluster.wait_nodes()
+            balancer.out = ""
             before = balancer.answered["router"]
             async with asyncio.timeout(PATIENCE):
                 while balancer.answered["router"] < before + CLIENTS and not balancer.problems:
