@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
+from common.mps import mps_is_used
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverSetup, Region
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
@@ -15,11 +13,6 @@ from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host.base import OneHostReceiver
 from kv_transfer.transport.one_host.segment import OwnSegments, sweep_orphans
-
-
-def mps_is_used() -> bool:
-    """Return whether kernels of this user's processes run inside an MPS server, which outlives its clients."""
-    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists()
 
 
 class CudaIpcReceiver(OneHostReceiver):
