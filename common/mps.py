@@ -9,6 +9,9 @@ import os
 from pathlib import Path
 
 DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # environment: the directory of the server's sockets
+LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
+# Environment: the priority of a client's kernels. Those of low priority wait while others wait.
+PRIORITY, LOW = "CUDA_MPS_CLIENT_PRIORITY", "1"
 DEFAULT_DIRECTORY = Path("/tmp/nvidia-mps")
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from common.config.gpu_sharing import SERVER
 from common.config.router_processes import names_router
 from deploy.process_table import ProcessRecord, Table
 
@@ -119,6 +120,8 @@ def process_state(
         return f"down, restarts in {wait:.0f} s"
     if not record.alive:
         return "dead"
+    if name == SERVER:
+        return record.state
     if names_router(name) and (info is not None or name in routers):
         return routers.get(name, record.state) if record.state == "up" else record.state
     if name in nodes:

@@ -17,6 +17,7 @@ import msgspec
 from common.cleaned_directories import exempt_from_cleaning
 from common.config import Cluster, Resolved
 from common.config.admin_listener import admin_listeners
+from common.config.gpu_sharing import SERVER
 from common.config.router_processes import names_of, names_router, router_hosts
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
@@ -86,7 +87,9 @@ def _refuse_unstartable(cluster: Cluster) -> None:
 
 
 def _processes(cluster: Cluster) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each process, and its module with the arguments that are its own; routers first."""
+    """Yield the name of each process, and its module with the arguments that are its own; nodes last."""
+    if cluster.process.gpu_sharing != "turns":
+        yield SERVER, ["deploy.mps_server"]
     for index, name in enumerate(names_of(cluster)):
         yield name, ["router", "--process", str(index)]
     for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
@@ -183,13 +186,16 @@ class Supervisor:
             time.sleep(WATCH_INTERVAL)
 
     def stop(self) -> None:
-        """Drain the routers first, because they hold the clients, then the nodes. Remove sockets, table and lock."""
+        """Drain the routers first, because they hold the clients, then the nodes, then end the server that they share
+        GPUs in. Remove sockets, table and lock.
+        """
         started = [child for child in self.children if child.launched]
         if started:
             self._write("stopping")
         for group in (
             [c for c in started if names_router(c.name)],
-            [c for c in started if not names_router(c.name)],
+            [c for c in started if not names_router(c.name) and c.name != SERVER],
+            [c for c in started if c.name == SERVER],
         ):
             for child in group:
                 child.signal(signal.SIGTERM)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 
 from common.config import Resolved
+from common.config.gpu_sharing import join_sharing
 from common.node.ranks.processes import start_ranks
 from common.process import Build, ClusterOption, NameOption, SetOption, StatusOption, run_command, run_node
 
 
 def _import_build(resolved: Resolved, name: str) -> Build:
-    others = start_ranks("prefill_node.rank", resolved.cluster.prefill_node(name).rank_devices)
+    entry = resolved.cluster.prefill_node(name)
+    join_sharing(resolved, entry.on_gpu, prefill=True)
+    others = start_ranks("prefill_node.rank", entry.rank_devices)
     from prefill_node.build import build
 
     return functools.partial(build, others=others)

@@ -10,6 +10,7 @@ from common.errors import ConfigError
 from common.kv_cache.shard import RANKS
 
 DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
+SHARING = "process.gpu_sharing"
 
 
 def check_devices(cluster: Cluster, given: Collection[str]) -> None:
@@ -33,6 +34,27 @@ def check_devices(cluster: Cluster, given: Collection[str]) -> None:
                     f"{path}.expert_parallel",
                     "the only rank of a node has all experts; set tensor_parallel or devices too, or leave it out",
                 )
+
+
+def check_sharing(cluster: Cluster) -> None:
+    """Raise ConfigError if the nodes cannot share GPUs in the way that the file asks for."""
+    wanted = cluster.process.gpu_sharing
+    if wanted == "turns":
+        return
+    nodes = (*cluster.prefill.nodes, *cluster.decode.nodes)
+    if not any(node.on_gpu for node in nodes):
+        raise ConfigError(SHARING, f"{wanted} is for nodes on GPUs, and all are on cpu; leave it out")
+    for node in nodes:
+        if len(node.rank_devices) > 1:
+            raise ConfigError(
+                SHARING,
+                f"{wanted} does not serve nodes of several ranks such as {node.name}, which wait for each other on "
+                "their GPUs; write turns",
+            )
+        if cluster.movable.role_of(node.name) is not None:
+            raise ConfigError(
+                SHARING, f"{wanted} does not serve movable nodes such as {node.name}; write turns"
+            )
 
 
 def _check_list(node: NodeEntry, path: str, given: Collection[str]) -> None:

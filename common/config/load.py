@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from common.config.cluster_schema import cluster_schema
-from common.config.devices import check_devices
+from common.config.devices import check_devices, check_sharing
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.kv_events import check_kv_events
@@ -141,6 +141,7 @@ def load_cluster(
     check_names(cluster)
     check_own_address(cluster)
     check_devices(cluster, origins)
+    check_sharing(cluster)
     _check_addresses(cluster)
     check_routers(cluster.router)
     refuse_unread(unread_keys(cluster), origins)

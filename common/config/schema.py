@@ -15,6 +15,7 @@ from msgspec import Meta
 from common.config.movable_schema import MovableSection
 from common.config.section import Fraction, NodeName, NotNegative, Port, Positive, Seconds, Section
 from common.config.section_kv_events import KvEventsSection
+from common.config.section_process import Process
 from common.errors import ConfigError
 from common.node_names import NodeNames
 
@@ -344,23 +345,6 @@ class Security(Section, frozen=True, kw_only=True):
     keys: str | None = None
     # Only these nodes reach transfer.nixl_devices and kv_events.host; transport nixl and events off loopback need it.
     isolated_network: bool = False
-
-
-class Process(Section, frozen=True, kw_only=True):
-    """Threads, logs and debugging of every process."""
-
-    # Sockets, pids, logs. auto: 0700 under $XDG_RUNTIME_DIR unless that is /run/user/UID, else under /tmp
-    run_dir: str = "auto"
-    # IP address of this process's host for other hosts; stands for `own` in addresses of nodes.
-    address: str | None = None
-    threads: NotNegative = 1  # torch threads per CPU node; 0: torch's default
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_max_mib: Positive = 64  # per log that deploy/up opens; one rotated file is kept
-    core_dumps: bool = False  # a core dump holds prompts, answers and keys
-    # Steps of every request; auto: events/ in run_dir; or a directory.
-    event_log: Annotated[str, Meta(min_length=1)] = "none"
-    # NaN and maximum ids in the padding of all graphs before each replay; for tests.
-    poison_graphs: bool = False
 
 
 class Cluster(Section, frozen=True, kw_only=True):

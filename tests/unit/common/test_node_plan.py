@@ -21,10 +21,10 @@ from common.config.schema import (
     Model,
     PrefillNodeEntry,
     PrefillSection,
-    Process,
     Speculation,
     Transfer,
 )
+from common.config.section_process import Process
 from common.config.transport_choice import choose_layers, choose_transport
 from common.errors import ConfigError
 from common.kv_cache.plane import Kept
