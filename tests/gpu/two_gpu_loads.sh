@@ -6,9 +6,10 @@
 # of one case with three seeds takes 250 to 300 s. With SEARCH=1 a search for the highest rate at which 99 % of requests keep
 # 200 ms and 15 ms takes their place: it begins with the first one of RATES, goes up to MAX_RATE and has as many probes as
 # fit in LIMIT. SET: further settings of the clusters, as in SET="router.first_token_hold_ms=10
-# prefill.chunk_tokens=4096"; values have no spaces. Results go to $OUT; env.sh explains GPUS and PORT.
+# prefill.chunk_tokens=4096"; values have no spaces. FILE: another cluster file; with deploy/clusters/h200.yaml both nodes
+# share one GPU, as SET="process.gpu_sharing=decode_first" says. Results go to $OUT; env.sh explains GPUS and PORT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-file=deploy/clusters/h200-x2.yaml
+file="${FILE:-deploy/clusters/h200-x2.yaml}"
 common=(--set "model.path=$models/m8b" --set model.served_name=m8b)
 read -ra further <<<"${SET:-}"
 for setting in "${further[@]}"; do
