@@ -94,6 +94,7 @@ def serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
     while not server_answers(directory) and server.poll() is None and not stopping:
         if time.monotonic() > deadline:
             server.kill()
+            server.wait()
             raise ConfigError(
                 SHARING, f"{PROGRAM} does not answer in {directory} after {START_SECONDS:.0f} s"
             )

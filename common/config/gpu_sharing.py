@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import socket
 import time
@@ -25,12 +25,11 @@ def server_directory(resolved: Resolved) -> Path:
 
 
 def server_answers(directory: Path) -> bool:
-    """Return whether an MPS server accepts connections there."""
-    with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(OSError):
-        asking.settimeout(1.0)
-        asking.connect(str(directory / "control"))
-        return True
-    return False
+    """Return whether an MPS server has its socket there, and not only the file of one that has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        asking.setblocking(False)
+        # The server's socket is of another kind, which is what the kernel says only while somebody has it open.
+        return asking.connect_ex(str(directory / "control")) in (0, errno.EPROTOTYPE)
 
 
 def join_sharing(resolved: Resolved, on_gpu: bool, prefill: bool, patience: float = PATIENCE) -> None:

@@ -64,14 +64,20 @@ def test_clusters_that_cannot_share_gpus(
     loaded(place, *options("turns", prefill, decode), *more)
 
 
+KINDS = {"stream": socket.SOCK_STREAM, "seqpacket": socket.SOCK_SEQPACKET}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharing", ["decode_first", "evenly"])
 @pytest.mark.parametrize("prefill", [True, False])
-def test_a_node_joins_the_server_with_its_priority(place: Path, sharing: str, prefill: bool) -> None:
+def test_a_node_joins_the_server_with_its_priority(
+    place: Path, sharing: str, prefill: bool, kind: str
+) -> None:
     resolved = loaded(place, *options(sharing))
     directory = server_directory(resolved)
     directory.mkdir(parents=True)
     with ExitStack() as opened:
-        listening = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listening = opened.enter_context(socket.socket(socket.AF_UNIX, KINDS[kind]))
         listening.bind(str(directory / "control"))
         listening.listen()
         join_sharing(resolved, on_gpu=True, prefill=prefill, patience=0.0)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = f"""#!{sys.executable}
 import os, socket, sys
 control = os.environ["CUDA_MPS_PIPE_DIRECTORY"] + "/control"
-place = socket.socket(socket.AF_UNIX)
+place = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 if sys.argv[1:] == ["-f"]:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         sys.exit("sees only some GPUs")
@@ -107,7 +107,7 @@ def test_it_serves_until_it_is_asked_to_end(place: Place) -> None:
 def test_a_server_that_ends_by_itself_is_an_error(place: Place) -> None:
     server = place.start()
     until(lambda: server_answers(place.sockets) or server.poll() is not None)
-    with socket.socket(socket.AF_UNIX) as asking:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
         asking.connect(str(place.sockets / "control"))
         asking.sendall(b"fail")
     code, output = end_of(server)
