@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from common.errors import ConfigError
+from common.mps import mps_is_used
+from common.node.product_check import check_products
 
 # Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
 OLDEST_GPU = (8, 0)
 
 
 def serving_device(name: str) -> torch.device:
-    """Return the device of that name, made current. Raises ConfigError if it does not exist."""
+    """Return the device of that name, made current. Raises ConfigError if it does not exist or cannot serve."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -40,4 +42,7 @@ def serving_device(name: str) -> torch.device:
             f"{name!r} has compute capability {major}.{minor}; the kernels need 8.0 (A100 and later), or write cpu",
         )
     torch.cuda.set_device(index)  # kernels are launched on the current device
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    if mps_is_used():
+        check_products(device)
+    return device

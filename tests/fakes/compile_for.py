@@ -143,8 +143,7 @@ def install(compiled: Callable[[JITFunction, dict[str, Any], int, Any], None]) -
 def assemble_once() -> None:
     """Let ptxas see each kernel once for each GPU, which takes a third of the time.
 
-    Whether a kernel's other forms are valid is decided before: what it assembles is PTX that Triton has checked, except for
-    instructions that the source gives, and these are in every form.
+    Its other forms have the same instructions of the source, and Triton checks those of its own.
     """
     assemble, seen = CUDABackend.make_cubin, set[tuple[str, int]]()
 
