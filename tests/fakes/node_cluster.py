@@ -600,6 +600,9 @@ class NodeCluster:
                     call.first_token_turn = call.first_token_turn or self.turns
                     call.cached_tokens = message.cached_tokens
                     self._tokens(call, 0, [message.token], message.finish_reason)
+                    if call.finish is not None and call.decode.alive:
+                        # As the router: the decode node waits for pages that it does not need.
+                        call.decode.links[call.router].deliver(Abort(room=call.room, reason="finished"))
             elif isinstance(message, Tokens):
                 for run in message.runs:
                     call = self.by_room.get(run.room)
