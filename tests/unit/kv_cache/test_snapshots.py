@@ -52,6 +52,21 @@ def test_a_branch_point_is_saved_by_the_second_prompt_and_used_by_the_third() ->
     assert serve(pages, text(*range(19))) == (16, [])
 
 
+def test_slots_of_skipped_saves_are_given_back_once() -> None:
+    """Another request computed a part of the prompt meanwhile."""
+    pages = space(snapshots=2)
+    lease = pages.lease(text(*range(13)), pages.pages_for(13), 12)
+    assert lease is not None
+    lease.state.set_aside([4])
+    assert [tokens for tokens, _ in lease.state.saves] == [12, 4]
+    lease.state.skip(4)
+    assert [tokens for tokens, _ in lease.state.saves] == [12]
+    assert pages.cache.snapshots.writing == 1
+    lease.release()
+    assert pages.cache.snapshots.writing == 0
+    pages.check_integrity()
+
+
 def test_short_prompts_save_nothing() -> None:
     assert serve(space(), text(1, 2, 3, 4)) == (0, [])
 

@@ -10,6 +10,8 @@ import pytest
 from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.cuts import RankPair, cuts, sources
+from tests.fakes.part_pools import SIZES as POOL_SIZES
+from tests.fakes.part_pools import layout_of, pairs
 
 PLANES = (
     Plane("target", 0, "k", Kept.PAGED, (8, 4), "bfloat16", 0, (HeadGroup(8, 1),)),
@@ -80,3 +82,15 @@ def test_sources_are_the_ranks_of_all_planes() -> None:
     assert sources(PoolSpec(2, PLANES), 4, 0, 1) == {0, 1, 2, 3}
     assert sources(PoolSpec(2, PLANES[1:2]), 4, 0, 1) == {0, 2}  # two heads on four ranks
     assert math.prod(len(sources(PoolSpec(2, PLANES), 1, rank, 4)) for rank in range(4)) == 1
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), POOL_SIZES)
+def test_what_all_ranks_send_fills_the_pools_of_all_receivers(src_size: int, dst_size: int) -> None:
+    plans = list(pairs(src_size, dst_size))
+    pools = [layout_of(9, 5, rank, dst_size) for rank in range(dst_size)]
+    kept = {
+        kind: sum(each.page_bytes for pool in pools for each in pool.placed if each.plane.kept is kind)
+        for kind in Kept
+    }
+    assert sum(plan.page_bytes for plan in plans) == kept[Kept.PAGED] > 0
+    assert sum(plan.state_bytes for plan in plans) == kept[Kept.PER_REQUEST] > 0
