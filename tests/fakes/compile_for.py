@@ -3,7 +3,7 @@
     python -m tests.fakes.compile_for 90 80     prints a line of JSON per launch, then the names of all kernels
 
 The arguments are compute capabilities (`GPUS`). All kernels are compiled for the first one, and for the others those
-whose tiles are reduced to fit into shared memory.
+whose tiles are reduced to fit into shared memory. With TANDEM_EXPLORE=1 they are launched with more shapes and types.
 
 The Triton interpreter accepts what the compiler refuses: tiles of odd sizes, mismatched types, more shared memory than
 a multiprocessor has. TRITON_INTERPRET must not be set.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -89,6 +90,8 @@ from tests.fakes.serialised_products import serialised_products
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
+EXPLORE = "TANDEM_EXPLORE" in os.environ
+SOME = (False, True) if EXPLORE else (True,)
 
 
 class Gpu(NamedTuple):
@@ -241,13 +244,18 @@ def attention(
     tokens: int,
     requests: int,
     stored: torch.dtype | None = None,
+    prompt: bool = True,
 ) -> None:
-    """Launch a prompt, a plain step and a verification over one pool, which may store another dtype than queries'."""
+    """Launch a prompt, a plain step and a verification over one pool, which may store another dtype than queries'.
+
+    `prompt`: launch the first of these, too.
+    """
     plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=stored or dtype)
     lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     query = torch.zeros(tokens, HEADS, dim, dtype=dtype)
-    extend_triton(query, plane, plane, table, starts, lens, window, 0.1)
+    if prompt:
+        extend_triton(query, plane, plane, table, starts, lens, window, 0.1)
     decode_triton(query[:requests], plane, plane, table, lens, 1024, window, 0.1)
     mask = torch.ones(requests, 4, 4, dtype=torch.bool)
     verify_triton(query[: 4 * requests], plane, plane, table, lens, mask, 1024, window, 0.1)
@@ -286,7 +294,7 @@ def tight(gpu: Gpu) -> None:
     )
     fp8_gated_cuda(codes, scales, weight, weight_scales(weight, False), None, "silu", BF16)
     fp8_product_cuda(codes, scales, weight, weight_scales(weight, False), None, BF16)
-    gated_delta(BF16, steps=False)  # they take little shared memory
+    gated_delta(BF16, steps=(), save=SOME)  # they take little shared memory
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
     for tokens in (64, 1024):
         x, shares = torch.zeros(tokens, 512, dtype=BF16), torch.zeros(tokens, 8)
@@ -313,7 +321,8 @@ def body(dtype: torch.dtype) -> None:
         activate(torch.zeros(4, 2 * INNER, dtype=dtype))
     sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])
     gain = torch.zeros(128, dtype=dtype)
-    for norm, dims in ((None, 128), (None, 32), (gain, 128), (gain.float(), 32)):
+    more = ((None, 32), (gain, 128)) if EXPLORE else ()
+    for norm, dims in ((None, 128), (gain.float(), 32), *more):
         qkv, plane = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype)
         angles = torch.zeros(4, 1, dims, dtype=dtype)
         slots = torch.zeros(4, dtype=torch.int64)
@@ -408,9 +417,18 @@ def experts(dtype: torch.dtype) -> None:
 
 
 def gated_delta(
-    dtype: torch.dtype, heads: int = 32, served: int = 2, key: int = 128, value: int = 128, steps: bool = True
+    dtype: torch.dtype,
+    heads: int = 32,
+    served: int = 2,
+    key: int = 128,
+    value: int = 128,
+    steps: tuple[int, ...] = (4, 1),
+    save: tuple[bool, ...] = (False, True),
 ) -> None:
-    """Launch the prompt form and, if `steps`, the step of a gated delta layer, by default of Qwen3.5-35B-A3B."""
+    """Launch the prompt form and the step of a gated delta layer, by default of Qwen3.5-35B-A3B.
+
+    `steps`: the numbers of tokens. `save`: whether prompts save states in between.
+    """
     channels = 2 * heads // served * key + heads * value
     inputs = channels + 2 * heads
     decay, bias = torch.zeros(2, heads)
@@ -419,10 +437,11 @@ def gated_delta(
     projected, row = torch.empty(8, inputs + heads * value, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     starts, lengths = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     saves = torch.zeros(2, 2, 2, dtype=torch.int64)
-    for saved in (None, saves):
+    for each in save:
+        saved = saves if each else None
         delta_extend_triton(projected, *weights, 1e-6, conv, recurrent, row, starts, lengths, saved)
     window = torch.zeros(3, 4, inputs, dtype=dtype)
-    for tokens in (4, 1) if steps else ():
+    for tokens in steps:
         given, places = projected[: 2 * tokens], window[:, :tokens].contiguous()
         delta_step_triton(given, *weights, 1e-6, conv, recurrent, places, row, row, row)
 
@@ -436,7 +455,7 @@ def fp8_pages() -> None:
     rotary_decode_triton(qkv, angles, angles, None, None, 1e-5, slots, *rest)
     table, starts, lens = torch.zeros(2, 70, dtype=torch.int32), slots[:3].int(), slots[:2].int()
     converted_pages_triton(plane, plane, table, starts, lens, 1.0, 1.0, BF16, 140)
-    for tokens in (256, 8192):
+    for tokens in (256, 8192) if EXPLORE else (8192,):  # `attention` has launched the kernel for few tokens
         query = torch.zeros(tokens, HEADS, 128, dtype=BF16)
         extend_triton(query, plane, plane, table, starts, lens, None, 0.1, out=query)
 
@@ -539,11 +558,12 @@ def main(capabilities: list[int]) -> None:
     assemble_once()
     report_compilations(lambda kernel, seconds: None)
     become(capability)
-    attention(128, BF16, None, tokens=64, requests=1)
+    # The prompts of the first call have the tiles of the third and fourth one.
+    attention(128, BF16, None, tokens=64, requests=1, prompt=EXPLORE)
     attention(128, BF16, None, tokens=2048, requests=64)
     attention(64, BF16, 4096, tokens=64, requests=16)
     attention(128, BF16, None, tokens=256, requests=64, stored=FP8)
-    attention(64, torch.float32, None, tokens=64, requests=1)
+    attention(64 if EXPLORE else 32, torch.float32, None, tokens=64, requests=1)
     if capability == 90:
         hopper(128, tokens=2048, page=PAGE)
         hopper(256, tokens=64, page=8)
@@ -552,7 +572,8 @@ def main(capabilities: list[int]) -> None:
     eight_bits()
     fp8_pages()
     gated_delta(BF16)
-    gated_delta(BF16, heads=6, served=3, key=64, value=96)
+    few = (4, 1) if EXPLORE else (4,)
+    gated_delta(BF16, heads=6, served=3, key=64, value=96, steps=few, save=SOME)
     experts(BF16)
     drawing()
     pages()
