@@ -1,4 +1,4 @@
-"""Half a minute of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
+"""Twenty seconds of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
 
 The seed is fixed but the timing is not: a violation is a defect even if it does not recur. `tests/chaos/run --minutes
 10 --faults 1000` is the long version.
@@ -16,8 +16,8 @@ from tests.chaos.faults import KINDS
 from tests.chaos.programs import run_harness
 
 SEED = 11
-MINUTES = 0.5
-FAULTS = 50
+MINUTES = 0.35
+FAULTS = 36
 SECONDS = 600.0  # for all of it, beside other tests
 
 
