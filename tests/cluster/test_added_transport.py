@@ -26,7 +26,7 @@ async def test_exact_tokens_through_files(
     files = tmp_path / "files"
     files.mkdir()
     transfer = {"transport": "files", "file_directory": str(files), "layers": layers}
-    chosen = prompts[::4]
+    chosen = prompts[::8]
     config = {"transfer": transfer, "prefill": {"chunk_tokens": 64}}
     async with RunningCluster(tmp_path, config=config, rows=((TABLE, f"files={RECORD}"),)) as cluster:
         async with Client(cluster.url) as client:

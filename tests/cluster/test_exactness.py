@@ -32,7 +32,7 @@ CASES = [
     Case(
         "tcp-chunk64-page64",
         {"kv": {"page_size": 64}, "prefill": {"chunk_tokens": 64}, "transfer": {"transport": "tcp"}},
-        every=4,
+        every=7,
     ),
     # one forward per token
     Case("chunk1-page16", {"prefill": {"chunk_tokens": 1}}, every=14, longest=250),
@@ -63,7 +63,7 @@ CASES = [
             "prefill": {"graphs": "breakable", "chunk_tokens": 256},
             "decode": {"graphs": "full", "max_running": 16},
         },
-        every=4,
+        every=6,
     ),
     Case(
         "2p2d-tcp-no-prefix-cache",
@@ -74,7 +74,7 @@ CASES = [
         },
         prefill=2,
         decode=2,
-        every=4,
+        every=5,
     ),
 ]
 

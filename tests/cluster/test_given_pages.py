@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.cluster.harness import MODEL, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
+REQUESTS = 60 if "TANDEM_EXPLORE" in os.environ else 30
 CHAINED_MODULES = {
     "speculation": {"algorithm": "mtp", "draft_model_path": str(MODEL.parent / "tiny-mtp"), "steps": 3},
     "kv": {"page_size": 2},
@@ -27,7 +29,7 @@ async def test_small_pages_and_chunks_of_chained_modules_keep_their_checksums(
 ) -> None:
     """No transfer fails and no request is placed twice, although the sender reads while further chunks are computed."""
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, 400) for _ in range(rng.randrange(40, 120))] for _ in range(60)]
+    prompts = [[rng.randrange(3, 400) for _ in range(rng.randrange(40, 120))] for _ in range(REQUESTS)]
     async with RunningCluster(tmp_path, config=CHAINED_MODULES) as cluster, Client(cluster.url) as client:
         answers = await client.complete_all(prompts, 12, 8)
         await client.wait_idle()

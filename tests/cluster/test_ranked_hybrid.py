@@ -31,7 +31,7 @@ async def test_answers_are_right_drafts_are_accepted_and_every_forward_is_a_repl
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
         with Progress(disable=True) as progress:
             report = await evaluate(
-                EvalSettings(cluster.url, count=16, seed=7, concurrency=4, timeout=600.0), progress
+                EvalSettings(cluster.url, count=8, seed=7, concurrency=4, timeout=600.0), progress
             )
         await client.wait_idle()
         info = await client.info()

@@ -18,8 +18,8 @@ from tests.cluster.test_faults import QUICK, next_event, streaming
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
-LONG = 600  # tokens: too many to be decoded before a signal arrives
-HALF = LONG // 2  # the same, where the signal follows at once
+LONG = 320  # tokens: too many to be decoded before a signal arrives
+HALF = 180  # the same, where the signal follows at once
 DRAIN_SECONDS = 5 * PATIENCE
 ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
 

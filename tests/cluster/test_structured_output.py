@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -64,12 +65,17 @@ def test_answers_equal_a_masked_reference(cluster: RunningCluster, masked_refere
 
 @pytest.mark.timeout(900)
 def test_typed_chats(cluster: RunningCluster) -> None:
-    """Random and seeded: always valid, and the same twice."""
+    """Random and seeded, at the same time: always valid, and the same twice."""
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     body = {"messages": [{"role": "user", "content": "Who?"}], "response_format": form, "max_tokens": 400}
     texts = []
-    for seed in (1, 2, 1):
-        status, answer = _post(cluster, "/v1/chat/completions", {**body, "seed": seed, "temperature": 0.7})
+
+    def ask(seed: int) -> tuple[int, Any]:
+        return _post(cluster, "/v1/chat/completions", {**body, "seed": seed, "temperature": 0.7})
+
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(ask, (1, 2, 1)))
+    for status, answer in answers:
         assert status == 200, answer
         [choice] = answer["choices"]
         texts.append(choice["message"]["content"])

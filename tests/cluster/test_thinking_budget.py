@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,8 +28,7 @@ MAX_TOKENS = 120  # tokens of an answer
 class Budget(LogitsProcessor):
     """Leaves only the closing marker once the answer's first reasoning has `tokens` tokens."""
 
-    def __init__(self, prompt: int, tokens: int, think: int, think_end: int) -> None:
-        self._prompt = prompt
+    def __init__(self, tokens: int, think: int, think_end: int) -> None:
         self._tokens = tokens
         self._think, self._think_end = think, think_end
 
@@ -43,7 +42,7 @@ class Budget(LogitsProcessor):
 
 
 class Reference:
-    """Greedy decoding by transformers, one token after the other."""
+    """Greedy decoding by transformers."""
 
     def __init__(self) -> None:
         self.encoder = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -52,17 +51,36 @@ class Reference:
         self._end = id_of(self.encoder, END)
         self._answers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
-    def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        """Return the answer whose reasoning has at most `tokens` tokens."""
+    def answer(self, prompt: list[int], tokens: int, guess: Sequence[int] = ()) -> list[int]:
+        """Return the answer whose reasoning has at most `tokens` tokens.
+
+        `guess`: what is probably right. One forward confirms it, in a tenth of the time that it takes to generate it.
+        """
         key = tokens, tuple(prompt)
         if key not in self._answers:
-            self._answers[key] = self._generate(prompt, tokens)
+            right = self._is_greedy(prompt, tokens, list(guess))
+            self._answers[key] = list(guess) if right else self._generate(prompt, tokens)
         return self._answers[key]
+
+    def _rules(self, tokens: int) -> Budget:
+        return Budget(tokens, self.think, self.think_end)
+
+    @torch.inference_mode()
+    def _is_greedy(self, prompt: list[int], tokens: int, answer: list[int]) -> bool:
+        """Return whether each token is the most likely one that the rules leave, and the answer is complete."""
+        if self._end in answer[:-1] or (len(answer) != MAX_TOKENS and answer[-1:] != [self._end]):
+            return False
+        ids, rules = torch.tensor([prompt + answer]), self._rules(tokens)
+        scores = self._model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
+        return all(
+            int(rules(ids[:, : len(prompt) + index], scores[index : index + 1]).argmax()) == token
+            for index, token in enumerate(answer)
+        )
 
     @torch.inference_mode()
     def _generate(self, prompt: list[int], tokens: int) -> list[int]:
         settings = {"do_sample": False, "max_new_tokens": MAX_TOKENS, "eos_token_id": [self._end]}
-        rules = LogitsProcessorList([Budget(len(prompt), tokens, self.think, self.think_end)])
+        rules = LogitsProcessorList([self._rules(tokens)])
         config = GenerationConfig.from_dict({**settings, "pad_token_id": self._end})
         out = self._model.generate(torch.tensor([prompt]), generation_config=config, logits_processor=rules)
         new: list[int] = out[0, len(prompt) :].tolist()
@@ -107,7 +125,7 @@ async def test_greedy_texts_are_those_of_a_reference_that_masks(
             body = chat(question, thinking_token_budget=tokens, **more)
             answer = await ask(client, "/v1/chat/completions", **body)
             [choice] = answer["choices"]
-            expected = reference.answer(answer["prompt_token_ids"], tokens)
+            expected = reference.answer(answer["prompt_token_ids"], tokens, choice["token_ids"])
             assert choice["token_ids"] == expected
             assert reference.think_end in expected
             free = reference.answer(answer["prompt_token_ids"], 1000)
@@ -131,7 +149,7 @@ async def test_the_prompt_may_open_the_reasoning(cluster: RunningCluster, refere
             body = chat("", tools=TOOLS, **fields) | {"messages": begun, "thinking_token_budget": tokens}
             answer = await ask(client, "/v1/chat/completions", **body)
             prompt = answer["prompt_token_ids"]
-            expected = reference.answer(prompt, tokens)
+            expected = reference.answer(prompt, tokens, answer["choices"][0]["token_ids"])
             assert answer["choices"][0]["token_ids"] == expected
             common = {"temperature": 0, "return_token_ids": True, "max_tokens": MAX_TOKENS}
             text = await ask(client, "/v1/completions", prompt=prompt, thinking_token_budget=tokens, **common)

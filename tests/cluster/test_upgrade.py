@@ -24,7 +24,7 @@ from tests.cluster.harness import ROOT, RunningCluster
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
-CLIENTS = 4
+CLIENTS = 2
 TOKENS = 30
 # The file and the name of each version number that processes compare.
 VERSIONS = {

@@ -41,21 +41,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+@pytest.fixture(scope="module")
+def asked(prompts: list[list[int]]) -> list[list[int]]:
+    return prompts[50:80:6]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, asked: list[list[int]], tokenizer: Tokenizer) -> list[list[str]]:
+    """Return the answers of one process that runs the model eagerly."""
+    made = greedy_until_a_tie(load_model(model)[0], asked, TOKENS)
+    assert sum(map(len, made)) > 2 * TOKENS
+    return [[tokenizer.token_text(token) for token in ids] for ids in made]
+
+
 @pytest.mark.parametrize("case", CASES)
 async def test_an_added_weight_format_is_served(
-    case: str, model: Path, prompts: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
+    case: str, model: Path, asked: list[list[int]], expected: list[list[str]], tmp_path: Path
 ) -> None:
-    asked = prompts[50:80:6]
     config = {**CASES[case], "model": {"path": str(model), "served_name": "tiny"}}
-    expected = [
-        [tokenizer.token_text(token) for token in ids]
-        for ids in greedy_until_a_tie(load_model(model)[0], asked, TOKENS)
-    ]
     rows = (("common.checkpoint.weight_formats:FORMATS", f"{METHOD}={ROW}"),)
     async with (
         RunningCluster(tmp_path, config=config, rows=rows) as cluster,
         Client(cluster.url) as client,
     ):
         answers = await client.complete_all(asked, 4, TOKENS)
-    assert sum(map(len, expected)) > 2 * TOKENS
     assert [answer.tokens[: len(ids)] for answer, ids in zip(answers, expected, strict=True)] == expected
