@@ -116,9 +116,7 @@ async def check_rotation(keyed: Keyed) -> None:
     """
     async with keyed.client("team-a") as revoked, keyed.client("team-b") as kept:
         running = [
-            asyncio.create_task(client.complete(PROMPT, 500))
-            for client in (revoked, kept)
-            for _ in range(2)
+            asyncio.create_task(client.complete(PROMPT, 500)) for client in (revoked, kept) for _ in range(2)
         ]
         async with keyed.operator() as operator:
             async with asyncio.timeout(PATIENCE):

@@ -70,7 +70,8 @@ class Reference:
         """Return whether each token is the most likely one that the rules leave, and the answer is complete."""
         if self._end in answer[:-1] or (len(answer) != MAX_TOKENS and answer[-1:] != [self._end]):
             return False
-        ids, rules = torch.tensor([prompt + answer]), self._rules(tokens)
+        ids: Any = torch.tensor([prompt + answer])
+        rules = self._rules(tokens)
         scores = self._model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
         return all(
             int(rules(ids[:, : len(prompt) + index], scores[index : index + 1]).argmax()) == token

@@ -1,10 +1,19 @@
-"""Pairwise covering: fewer cases than all combinations, but every pair of values occurs."""
+"""Pairwise covering: fewer cases than all combinations, but every pair of values occurs.
+
+With TANDEM_EXPLORE=1 `combinations` returns all.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
+
+
+def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations of one value per axis: by default those of `pairs`."""
+    return list(itertools.product(*axes)) if "TANDEM_EXPLORE" in os.environ else pairs(*axes)
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

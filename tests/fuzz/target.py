@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+EXAMPLES = 150 if "TANDEM_EXPLORE" in os.environ else 60
 
 
 @dataclass(frozen=True)
@@ -12,4 +15,4 @@ class Target:
 
     run: Callable[[bytes], None]
     seeds: tuple[bytes, ...]
-    examples: int = 150  # in CI
+    examples: int = EXAMPLES  # of test_targets.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from common.errors import ModelError
 from common.speculation.directory import load_draft_config
 from tests.architecture.source_tree import ROOT
 
+EXAMPLES = 500 if "TANDEM_EXPLORE" in os.environ else 150
 MODELS = ROOT / "deploy" / "tiny_models"
 HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 1 << 31, 1 << 63, 10**18, 10**30, 10**400, -(10**400)),
@@ -113,7 +115,7 @@ def test_hostile_values_in_any_field(name: str, tmp_path: Path) -> None:
     target = ModelConfig.load(MODELS / "tiny-target")
     architectures = [None, *([each] for each in sorted(QWEN | set(raw["architectures"])))]
 
-    @settings(max_examples=500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.lists(st.tuples(st.sampled_from(paths), st.sampled_from(HOSTILE)), min_size=1, max_size=4),
         st.sampled_from(architectures),
@@ -145,7 +147,7 @@ def test_hostile_values_in_any_field(name: str, tmp_path: Path) -> None:
 def test_hostile_values_in_an_image_processor(file: str, tmp_path: Path) -> None:
     raw = json.loads((MODELS / "tiny-vision" / "preprocessor_config.json").read_text())
 
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(list(places(raw))), st.sampled_from(HOSTILE)), max_size=3))
     def check(changes: list[tuple[tuple[str, ...], Any]]) -> None:
         made = changed(raw, changes)

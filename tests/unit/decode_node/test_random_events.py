@@ -6,6 +6,7 @@ Checked at the end, when nothing disturbs any more: every request has ended once
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -260,5 +261,6 @@ class Requests(RuleBasedStateMachine):
             assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
 
 
-Requests.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+EXAMPLES = 100 if "TANDEM_EXPLORE" in os.environ else 12
+Requests.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestRequests = pytest.mark.timeout(600)(Requests.TestCase)  # shrinking a failure takes minutes

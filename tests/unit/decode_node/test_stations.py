@@ -9,6 +9,7 @@ import pytest
 from common.messages.router_inbox import Failed
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from tests.fakes.covering import combinations
 from tests.fakes.loopback import Fault
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -80,10 +81,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "completion"), WAYS)
-@pytest.mark.parametrize("fencing", [False, True])
-@pytest.mark.parametrize("ending", ["abort", "deadline", "router lost"])
-def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion: type[Completion]) -> None:
+@pytest.mark.parametrize(
+    ("way", "fencing", "ending"), combinations(WAYS, (False, True), ("abort", "deadline", "router lost"))
+)
+def test_the_end_at_a_station(way: tuple[str, type[Completion]], ending: str, fencing: bool) -> None:
+    name, completion = way
     station = STATIONS[name]
     shape = Shape(
         page_size=4,

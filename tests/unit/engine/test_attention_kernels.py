@@ -17,6 +17,7 @@ from common.engine.ops.extend_attention import (
 )
 from common.engine.ops.key_parts import MAX_COMBINED, Division, KeyParts
 from common.engine.ops.triton_kernel import tl
+from tests.fakes.covering import combinations
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -30,10 +31,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("window", [None, 1, 70])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "window", "splits"),
+    combinations((torch.float32, torch.float16), (1, 16, 64), (None, 1, 70), (1, 3)),
+)
 def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: int) -> None:
     check_decode(dtype, page_size, window, Division(splits, 64, 2))
 
@@ -117,9 +118,10 @@ def test_tiles_fit_the_work_and_shared_memory() -> None:
     assert choose_shape(1 << 20, 512, 132) == (64, 32, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("window", [None, 1, 70])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "window"),
+    combinations((torch.float32, torch.float16), (1, 16, 64), (None, 1, 70)),
+)
 def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     heads, kv_heads, dim = 4, 2, 16
     lengths, query_lens = [1, 9, 170, 100, 33, 20], [1, 9, 130, 30, 1, 0]

@@ -37,6 +37,7 @@ from common.engine.ops.token_norm import token_norm_reference, token_norm_triton
 from common.engine.ops.triton_kernel import tl
 from common.engine.ops.vocabulary_rows import vocabulary_rows_reference, vocabulary_rows_triton
 from common.engine.ops.write_mark import write_mark_reference, write_mark_triton
+from tests.fakes.covering import combinations
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -161,13 +162,12 @@ def test_rotary_angles(dtype: torch.dtype, count: int, head_dim: int) -> None:
         close(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (14, 2, 24), (2, 1, 112)])
-def test_rotary_kv_write(
-    dtype: torch.dtype, norm: bool, page_size: int, heads: int, kv_heads: int, head_dim: int
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "norm", "page_size", "shape"),
+    combinations(DTYPES, (False, True), (1, 16, 64), ((4, 2, 16), (14, 2, 24), (2, 1, 112))),
+)
+def test_rotary_kv_write(dtype: torch.dtype, norm: bool, page_size: int, shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, head_dim = shape
     tokens, pages = 7, 12
     wide = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim + 8, dtype=dtype)  # rows with a stride
     wide[5:] = torch.nan  # padding rows of a poisoned batch
@@ -205,13 +205,15 @@ def test_rotary_qk(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     assert not torch.equal(actual[1:, :2], qkv[1:, :2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stored", [None, torch.float16, torch.float32])
-@pytest.mark.parametrize(("head_dim", "dims"), [(16, 8), (24, 6), (32, 2), (40, 36)])
+@pytest.mark.parametrize(
+    ("dtype", "stored", "sizes"),
+    combinations(DTYPES, (None, torch.float16, torch.float32), ((16, 8), (24, 6), (32, 2), (40, 36))),
+)
 def test_only_the_first_dimensions_of_a_head_are_rotated(
-    dtype: torch.dtype, stored: torch.dtype | None, head_dim: int, dims: int
+    dtype: torch.dtype, stored: torch.dtype | None, sizes: tuple[int, int]
 ) -> None:
     """The norm covers the whole head, and the pages get all of it."""
+    head_dim, dims = sizes
     stored = dtype if stored == torch.float16 else stored
     tokens, heads, kv_heads = 5, 3, 1
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)

@@ -21,6 +21,7 @@ from common.engine.ops.tiles import (
 )
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
 from common.engine.ops.triton_kernel import cdiv, tl
+from tests.fakes.covering import combinations
 
 TILES = Tiles(16, 128, 4, 3)
 H200 = 132  # processors
@@ -121,13 +122,16 @@ def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> 
 
 
 @pytest.mark.usefixtures("_copies")
-@pytest.mark.parametrize("parts", [1, 3, 8])
-@pytest.mark.parametrize("depth", [5 * 32 + 8, 5 * 32])  # parts are uneven, cut and empty
-@pytest.mark.parametrize(("rows", "size"), [(5, 40), (0, 16), (50, 40)])
+@pytest.mark.parametrize(
+    ("parts", "depth", "shape"),
+    # parts are uneven, cut and empty
+    combinations((1, 3, 8), (5 * 32 + 8, 5 * 32), ((5, 40), (0, 16), (50, 40))),
+)
 def test_a_product_in_parts_and_the_norm_that_adds_them_up(
-    parts: int, depth: int, rows: int, size: int
+    parts: int, depth: int, shape: tuple[int, int]
 ) -> None:
     """Memory past x and the weight is not read, whichever parts are left empty."""
+    rows, size = shape
     poison = torch.full((max(rows, size) + 8, depth), torch.nan)
     x, weight = poison.clone()[:rows].normal_(), poison.clone()[:size].normal_() / depth**0.5
     residual, gain = torch.randn(rows, size), torch.randn(size)

@@ -6,6 +6,7 @@ Both sides read the same config.json, so a key that only one of them reads shows
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.unit.engine.paged_driver import Driver
 OUT = ...  # the key is left out
 Keys = Mapping[str, tuple[Any, ...]]  # key -> values to choose from
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+EXAMPLES = 20 if "TANDEM_EXPLORE" in os.environ else 3
 PROMPTS = (37, 18)
 SEQUENCES = [torch.randint(88, (n + 3,), generator=torch.Generator().manual_seed(n)) for n in PROMPTS]
 
@@ -174,7 +176,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_logits_are_those_of_transformers(directory: Path, architecture: str, data: st.DataObject) -> None:
     raw = data.draw(configs(architecture), label="config.json")

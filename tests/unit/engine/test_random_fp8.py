@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.unit.engine.fp8_reference import Choice, Numbers, matching, quantise_
 from tests.unit.engine.paged_driver import Driver
 
 Section = dict[str, Any]
+EXAMPLES = 20 if "TANDEM_EXPLORE" in os.environ else 3
 TEXTS = [torch.arange(5) * 7 + begin for begin in (0, 11, 29, 50)]
 SIZES: dict[str, Any] = {
     "hidden_size": 160,
@@ -196,7 +198,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_logits_are_those_of_dequantised_weights(
     directory: Path, family: str, form: str, data: st.DataObject
@@ -284,7 +286,7 @@ DYNAMIC = "config_groups.*.input_activations.dynamic"
 @pytest.mark.parametrize(
     ("form", "key", "value"), [(form, *each) for form, found in UNSUPPORTED.items() for each in found]
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_what_is_not_supported_is_refused_by_name(
     directory: Path, form: str, key: str, value: Any, data: st.DataObject
