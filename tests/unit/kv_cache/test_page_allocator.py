@@ -20,6 +20,7 @@ def test_page_0_is_never_given_out() -> None:
 def test_a_pool_without_pages_is_refused(num_pages: int) -> None:
     with pytest.raises(ValueError, match="page 0 and at least one more"):
         PageAllocator(num_pages)
+    assert PageAllocator(2).allocate(1) == [1]
 
 
 def test_too_many_takes_nothing() -> None:

@@ -116,6 +116,23 @@ def test_a_prompt_that_ends_early_gives_back_its_slots() -> None:
     assert serve(pages, keys) == (0, [(8, 5)])
 
 
+@pytest.mark.parametrize("skips", [False, True], ids=["released", "skipped"])
+def test_a_state_that_is_not_restored_after_all_may_be_replaced(skips: bool) -> None:
+    """The prompt is aborted before its first forward, or its state comes from elsewhere."""
+    pages, keys = space(snapshots=1), text(*range(9))
+    serve(pages, keys)
+    lease = pages.lease(keys, 5, 8)
+    assert lease is not None
+    assert lease.state.restore > 0
+    if skips:
+        lease.state.skip(8)
+        assert lease.state.restore == 0
+        assert serve(pages, text(*range(50, 59))) == (0, [(8, 5)])
+    lease.release()
+    pages.check_integrity()
+    assert serve(pages, text(*range(70, 79))) == (0, [(8, 5)])
+
+
 def test_a_state_goes_with_the_last_page_before_it() -> None:
     """Evicting the tail of an edge drops the state at its end; the border of the pages that stay is saved again."""
     pages, keys = space(pages=6), text(*range(9))

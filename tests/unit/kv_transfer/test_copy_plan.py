@@ -34,6 +34,7 @@ def test_one_copy_per_run_and_plane() -> None:
     dst = layers_layout("m", "float32", 2, 100, [(2, 4)])
     k, v = dst.planes
     page = src.planes[0].page_bytes
+    assert pair_plan(src, dst).whole
     assert copies(pair_plan(src, dst), runs([1, 2, 5], [7, 8, 9])) == [
         Copy(page, k.offset + 7 * page, 2 * page),
         Copy(5 * page, k.offset + 9 * page, page),

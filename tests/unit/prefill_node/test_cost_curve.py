@@ -39,6 +39,17 @@ def test_cutting_a_prompt_costs_less_than_those_that_pass_it_gain(tokens: int, s
     assert curve.prompt_ms(tokens, start + 1) > curve.prompt_ms(tokens, start)
 
 
+@pytest.mark.parametrize("start", [0, 777])
+@pytest.mark.parametrize(("chunks", "rest"), [(1, 0), (3, 0), (4, 1), (5, 300)])
+def test_a_prompt_that_is_cut_takes_as_long_as_its_chunks(chunks: int, rest: int, start: int) -> None:
+    """Each chunk attends to what was before it."""
+    curve = CostCurve((64, 128, 512), {64: 2.0, 128: 2.5, 512: 9.0}, context_ms=0.001)
+    assert curve.step == 512
+    parts = [*[512] * chunks, *([rest] if rest else [])]
+    wanted = sum(curve.ms(part, part * (start + 512 * index)) for index, part in enumerate(parts))
+    assert curve.prompt_ms(512 * chunks + rest, start) == pytest.approx(wanted)
+
+
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.floats(0.5, 2.0)), max_size=40))
 def test_whatever_it_learns_times_stay_positive_and_a_step_exists(seen: list[tuple[int, float]]) -> None:
     curve = CostCurve(SIZES, H200)
