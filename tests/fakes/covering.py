@@ -1,6 +1,6 @@
 """Pairwise covering: fewer cases than all combinations, but every pair of values occurs.
 
-With TANDEM_EXPLORE=1 `combinations` returns all.
+With TANDEM_EXPLORE=1 `combinations` and `every_value` return all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from typing import Any
 def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return combinations of one value per axis: by default those of `pairs`."""
     return list(itertools.product(*axes)) if "TANDEM_EXPLORE" in os.environ else pairs(*axes)
+
+
+def every_value(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return by default as many combinations as the longest axis has values, each of which occurs.
+
+    For cases that take long, and whose parameters reach code that has nothing in common.
+    """
+    if "TANDEM_EXPLORE" in os.environ:
+        return list(itertools.product(*axes))
+    return [tuple(axis[index % len(axis)] for axis in axes) for index in range(max(map(len, axes)))]
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

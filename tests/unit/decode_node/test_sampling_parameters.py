@@ -9,6 +9,7 @@ import pytest
 from common.messages.generation import SamplingParams
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from tests.fakes.covering import every_value
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.sampling_cases import CASES, submit, without
 from tests.fakes.scenarios import expect_reference, lose_decode, prompt_of
@@ -53,8 +54,10 @@ def test_a_minimum_that_is_reached_costs_nothing_more() -> None:
         cluster.settle()
 
 
-@pytest.mark.parametrize("name", ["everything", "everything-greedy", "frequency"])
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
+@pytest.mark.parametrize(
+    ("name", "completion"),
+    every_value(("everything", "everything-greedy", "frequency"), (Deferred, Immediate)),
+)
 def test_retraction_rebuilds_the_counts(name: str, completion: type[Completion]) -> None:
     shape = Shape(page_size=4, decode_pool=64, reserved_tokens=4, completion=completion, max_running=4)
     with NodeCluster(shape) as cluster:

@@ -9,6 +9,7 @@ import pytest
 
 from common.checkpoint.families import LayerKind
 from common.kv_cache.layer_kinds import MIXERS
+from tests.fakes.covering import every_value
 from tests.fakes.drafters import ngram
 from tests.fakes.late_lane import LateLane
 from tests.fakes.node_cluster import ONE_BEHIND, MakeStep, NodeCluster, Shape, autoregressive
@@ -47,8 +48,7 @@ def check(cluster: NodeCluster, count: int, prompts: list[list[int]]) -> None:
     cluster.settle()
 
 
-@pytest.mark.parametrize("graphs", ["none", "breakable", "piecewise"])
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize(("graphs", "chunk"), every_value(("none", "breakable", "piecewise"), (64, 7)))
 def test_prompts_in_chunks_and_decode_steps_ahead(graphs: str, chunk: int) -> None:
     """Prompts share forwards and are cut anywhere; slots are reused, whose stale states must not be read."""
     shape = Shape(

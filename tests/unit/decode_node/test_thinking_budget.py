@@ -9,6 +9,7 @@ import pytest
 from common.messages.generation import ThinkingLimit, TokenRules
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from tests.fakes.covering import every_value
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, Shape, autoregressive, with_forced_tokens
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
@@ -43,8 +44,10 @@ def index(call: Call, end: tuple[int, ...]) -> int:
     return next(at for at in range(len(call.ids)) if tuple(call.ids[at : at + len(end)]) == end)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("step", [autoregressive, with_forced_tokens, ngram(3)])
+@pytest.mark.parametrize(
+    ("step", "completion"),
+    every_value((autoregressive, with_forced_tokens, ngram(3)), (Deferred, Immediate)),
+)
 def test_the_marker_follows_so_many_tokens(step: MakeStep, completion: type[Completion]) -> None:
     """From the first token on, which the prefill node draws; beside requests without a limit, and in one that ends."""
     with NodeCluster(Shape(step=step, completion=completion, max_running=8)) as cluster:
@@ -117,8 +120,9 @@ def test_beside_grammars_and_other_rules() -> None:
         cluster.settle()
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("step", [autoregressive, with_forced_tokens])
+@pytest.mark.parametrize(
+    ("step", "completion"), every_value((autoregressive, with_forced_tokens), (Immediate, Deferred))
+)
 def test_retracted_requests_keep_their_count(step: MakeStep, completion: type[Completion]) -> None:
     shape = Shape(
         page_size=4, decode_pool=96, reserved_tokens=4, completion=completion, max_running=4, step=step
@@ -133,8 +137,9 @@ def test_retracted_requests_keep_their_count(step: MakeStep, completion: type[Co
         cluster.settle()
 
 
-@pytest.mark.parametrize("step", [autoregressive, with_forced_tokens])
-@pytest.mark.parametrize("said", [1, 7, 8, 9, 10, 12])
+@pytest.mark.parametrize(
+    ("step", "said"), every_value((autoregressive, with_forced_tokens), (1, 7, 8, 9, 10, 12))
+)
 def test_another_node_goes_on_counting(step: MakeStep, said: int) -> None:
     """The lost node's tokens are at the end of the new prompt; the eighth of reasoning is the last one."""
     end = ENDS[said > 1]

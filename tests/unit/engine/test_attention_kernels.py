@@ -17,7 +17,7 @@ from common.engine.ops.extend_attention import (
 )
 from common.engine.ops.key_parts import MAX_COMBINED, Division, KeyParts
 from common.engine.ops.triton_kernel import tl
-from tests.fakes.covering import combinations
+from tests.fakes.covering import combinations, every_value
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
 
 pytestmark = [
@@ -39,8 +39,7 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: 
     check_decode(dtype, page_size, window, Division(splits, 64, 2))
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("splits", [6, 30])
+@pytest.mark.parametrize(("splits", "window"), every_value((6, 30), (None, 70)))
 def test_sums_of_parts(splits: int, window: int | None) -> None:
     """6 parts of 2 rows are added up by the last program, 30 by a kernel; short requests have one."""
     check_decode(torch.float32, 16, window, Division(splits, 16, 2))

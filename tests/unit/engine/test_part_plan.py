@@ -18,6 +18,7 @@ from common.engine.ops.part_plan import FIELDS, GRANULE, MAX_SPARE, places_in, p
 from common.engine.ops.step_plans import plan_decode, plan_verify
 from common.engine.ops.triton_kernel import cdiv, tl
 from common.engine.ops.verify_attention import verify_reference, verify_triton
+from tests.fakes.covering import every_value
 from tests.fakes.tiny_model import CONFIG, tiny_model
 from tests.unit.engine.paged_driver import Driver
 from tests.unit.engine.scattered_cache import BAD_PAGE, Cache
@@ -112,8 +113,7 @@ def test_one_request_needs_no_plan() -> None:
 LENGTHS = [1, 350, 64, 9, 100, 30]
 
 
-@pytest.mark.parametrize("window", [None, 70, 200])
-@pytest.mark.parametrize("splits", [1, 2, 30])
+@pytest.mark.parametrize(("splits", "window"), every_value((1, 2, 30), (None, 70, 200)))
 def test_decode_steps_of_unequal_requests(splits: int, window: int | None) -> None:
     """With 30 parts of 2 rows a kernel adds them up, else the last program."""
     heads, kv_heads, dim = 4, 2, 16
@@ -131,8 +131,7 @@ def test_decode_steps_of_unequal_requests(splits: int, window: int | None) -> No
         torch.testing.assert_close(found[row : row + 1].double(), expected, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("splits", [1, 3, 30])
+@pytest.mark.parametrize(("splits", "window"), every_value((1, 3, 30), (70, None)))
 def test_trees_of_unequal_requests(splits: int, window: int | None) -> None:
     heads, kv_heads, dim, new = 4, 2, 16, 3
     lengths = torch.tensor([max(each, new) for each in LENGTHS], dtype=torch.int32)

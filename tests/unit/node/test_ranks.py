@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.covering import every_value
 from tests.fakes.ranked_cluster import RankedCluster
 
 PROMPTS = [[(7 * n + 3 * i + i * i) % 610 + 20 for i in range(n)] for n in (5, 40)]
@@ -31,18 +32,20 @@ def serve(file: str, size: int) -> tuple[list[list[int]], float, tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        *("local-eagle.yaml", "local-eagle3.yaml", "local-hybrid.yaml", "local-moe.yaml", "local-mtp.yaml"),
-        *("local-standalone.yaml", "local-tools.yaml", "local-vision.yaml"),
-    ],
+    ("file", "size"),
+    every_value(
+        (
+            *("local-eagle.yaml", "local-eagle3.yaml", "local-hybrid.yaml", "local-moe.yaml"),
+            *("local-mtp.yaml", "local-standalone.yaml", "local-tools.yaml", "local-vision.yaml"),
+        ),
+        (2, 4),
+    ),
 )
-def test_nodes_of_several_ranks_answer_as_nodes_of_one(file: str) -> None:
+def test_nodes_of_several_ranks_answer_as_nodes_of_one(file: str, size: int) -> None:
     """Prompts, pages, drafts and rounds, greedy and seeded; draft models are divided, too."""
     texts, margin, counts = serve(file, 1)
     assert margin > MARGIN, "near-ties: choose other prompts"
     assert 0 < counts[0] < counts[1], "drafts are verified"
-    for size in (2, 4):
-        found, _, theirs = serve(file, size)
-        assert found == texts
-        assert theirs == counts
+    found, _, theirs = serve(file, size)
+    assert found == texts
+    assert theirs == counts

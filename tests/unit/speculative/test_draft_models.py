@@ -16,7 +16,7 @@ from msgspec import structs
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from prefill_node.request import PrefillRequest
-from tests.fakes.covering import pairs
+from tests.fakes.covering import every_value, pairs
 from tests.fakes.draft_models import DraftModel, Watched, drafter, drafting, eager_drafts, observed
 from tests.fakes.drafters import speculative
 from tests.fakes.late_lane import LateLane
@@ -141,8 +141,9 @@ def test_a_draft_state_of_another_form_is_refused(
         cluster.settle()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 7])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "steps"), [*every_value(NAMES, (1, 2, 5, 7)), *every_value(NAMES, (7, 5, 1, 2))]
+)
 def test_every_number_of_steps(name: str, steps: int) -> None:
     seen: Seen = []
     with NodeCluster(shape_of(name, steps, seen)) as cluster:
@@ -218,8 +219,7 @@ def test_migration_rebuilds_the_draft_state(name: str) -> None:
         expect_eager(name, seen, 2, least=4)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "completion"), every_value(NAMES, (Deferred, Immediate)))
 def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
     """The head's own drafts take as many rounds and accepted drafts as a walk over the finished text counts."""
     steps = 3

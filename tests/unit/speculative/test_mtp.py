@@ -18,6 +18,7 @@ from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.triton_kernel import tl
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from tests.fakes.covering import combinations, every_value
 from tests.fakes.mtp_models import (
     FORMATS,
     MODULES,
@@ -52,11 +53,11 @@ def shape_of(name: str, steps: int, seen: list[Seen], buckets: tuple[int, ...] =
     return replace(Shape(), draft=model, step=step, **rest)  # type: ignore[arg-type]
 
 
-CUTS = [("mtp", *each) for each in ((1, Deferred), (16, Immediate), (16, Deferred), (64, Immediate))]
+CUTS = [("mtp", *each) for each in combinations((1, 7, 64), (1, 16, 64), (Immediate, Deferred))]
+CUTS += [("mtp-no-chain", chunk, 16, Deferred) for chunk in (1, 7)]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize(("name", "page_size", "completion"), [*CUTS, ("mtp-no-chain", 16, Deferred)])
+@pytest.mark.parametrize(("name", "chunk", "page_size", "completion"), CUTS)
 def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[Completion]) -> None:
     """For any chunks and pages, the decode node continues as if nothing had been split."""
     seen: list[Seen] = []
@@ -134,8 +135,7 @@ def test_no_page_leaves_before_its_kv_is_right(chunk: int) -> None:
     expect_all_eager("mtp", MODULES, seen, least=7)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("completion", "page_size"), every_value((Deferred, Immediate), (1, 16)))
 def test_retraction_keeps_draft_state_and_draft_kv(completion: type[Completion], page_size: int) -> None:
     """The relay row and the KV planes of all modules are restored."""
     seen: list[Seen] = []
@@ -160,8 +160,7 @@ def test_migration_rebuilds_the_draft_state() -> None:
         expect_all_eager("mtp", 3, seen, least=4)
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "completion"), every_value(tuple(FORMATS), (Deferred, Immediate)))
 def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
     """There are as many rounds and accepted drafts as a walk over the finished text counts."""
     steps = 3
@@ -171,17 +170,18 @@ def test_accept_length_equals_the_uninterrupted_reference(name: str, completion:
 
 
 @pytest.mark.parametrize(
-    ("name", "completion"), [("mtp", Immediate), ("mtp", Deferred), ("mtp-no-chain", Deferred)]
+    ("drafter", "buckets"),
+    every_value((("mtp", Deferred), ("mtp", Immediate), ("mtp-no-chain", Deferred)), ((1, 2, 4), (8,))),
 )
-@pytest.mark.parametrize("buckets", [(1, 2, 4), (8,)])
 def test_graphs_draft_what_eager_steps_draft(
-    name: str, buckets: tuple[int, ...], completion: type[Completion]
+    drafter: tuple[str, type[Completion]], buckets: tuple[int, ...]
 ) -> None:
     """One run has batches above, at and below the largest captured one.
 
     What is kept for the next round comes from whatever computed it, a replay or an eager step.
     """
     seen: list[Seen] = []
+    name, completion = drafter
     shape = shape_of(name, 3, seen, buckets, completion=completion)
     with NodeCluster(shape) as cluster:
         calls = [
