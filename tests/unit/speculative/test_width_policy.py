@@ -111,8 +111,13 @@ def test_batch_sizes_do_not_disturb_each_other() -> None:
     assert usual(settle(policy, 64, 0.9, compute_bound)) == 0
     assert usual(settle(policy, 2, 0.9, memory_bound)) == 5
     assert usual(settle(policy, 127, 0.9, compute_bound, 4 * DECISION_ROUNDS)) == 0, "as timed with 64"
-    assert usual(settle(policy, 1, 0.9, compute_bound)) == 1
-    assert policy.choose(2) == 5, "as timed before"
+
+
+def test_single_requests_are_timed_on_their_own() -> None:
+    policy = WidthPolicy(classes_up_to(5))
+    for _ in range(TRIAL_ROUNDS):
+        policy.observe(2, 5, [5, 5], 1.0)
+    assert [policy.choose(batch) for batch in (1, 2, 3, 4)] == [5, 3, 3, 5]
 
 
 def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
